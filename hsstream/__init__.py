@@ -1,0 +1,49 @@
+"""Store LLM hidden states once, stream them to any trainer.
+
+The public names, and nothing else; the rooms behind them are described in DESIGN.md, the bytes in
+FORMAT.md.
+"""
+
+from hsstream.errors import (
+    CorruptDataError,
+    FormatError,
+    HsStreamError,
+    NonFiniteError,
+    ResumeError,
+    SampleError,
+    SchemaMismatchError,
+    StorageError,
+    StorageFullError,
+    TruncatedShardError,
+    UnsupportedVersionError,
+)
+from hsstream.plan import Batching, Order, Plan, plan_epoch
+from hsstream.reader import ShardReader
+from hsstream.sample import ModelInfo, Sample
+from hsstream.stock import decode
+from hsstream.version import __version__
+from hsstream.writer import ShardWriter
+
+__all__ = [
+    "Batching",
+    "CorruptDataError",
+    "FormatError",
+    "HsStreamError",
+    "ModelInfo",
+    "NonFiniteError",
+    "Order",
+    "Plan",
+    "ResumeError",
+    "Sample",
+    "SampleError",
+    "SchemaMismatchError",
+    "ShardReader",
+    "ShardWriter",
+    "StorageError",
+    "StorageFullError",
+    "TruncatedShardError",
+    "UnsupportedVersionError",
+    "__version__",
+    "decode",
+    "plan_epoch",
+]

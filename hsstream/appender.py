@@ -1,0 +1,180 @@
+"""The part of the writer behind `write()`: records are sealed in threads and appended in order.
+
+In: plain records, in order. Out: sealed shards under their final names. Refused: nothing here; the
+first failure is kept and raised by the next call from outside, and whatever follows it is dropped.
+This object knows nothing of the writer, so that a forgotten writer can be collected.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from hsstream.errors import HsStreamError, StorageError, StorageFullError, located
+from hsstream.record import PlainRecord, Record, seal
+from hsstream.schema import DatasetInfo
+from hsstream.shard import ShardBuilder, ShardIndex
+from hsstream.storage import PendingFile, Store
+from hsstream.table import SampleFacts
+
+
+@dataclass(frozen=True)
+class ShardLimits:
+    """When a shard is sealed: before it would grow past `nbytes`, or at `samples`."""
+
+    nbytes: int
+    samples: int
+
+
+@dataclass
+class Sealed:
+    """What has been sealed so far; read by the writer, written by the appending thread."""
+
+    shards: dict[str, ShardIndex] = field(default_factory=dict)
+    samples: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+
+
+class _Bytes:
+    """A budget of bytes in flight. One record may exceed it, alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int, give_up: Callable[[], bool]) -> None:
+        with self._changed:
+            while self._held and self._held + nbytes > self._limit and not give_up():
+                self._changed.wait(1.0)
+            self._held += nbytes
+
+    def give(self, nbytes: int) -> None:
+        with self._changed:
+            self._held -= nbytes
+            self._changed.notify_all()
+
+
+_Item = tuple["Future[Record]", SampleFacts, int]
+
+
+class Appender:
+    """Owns the threads and the shard being written."""
+
+    def __init__(
+        self,
+        store: Store,
+        info: DatasetInfo,
+        next_name: Callable[[], str],
+        limits: ShardLimits,
+        writer: str,
+        threads: int,
+        queue_bytes: int,
+    ) -> None:
+        self._store, self._info, self._next_name = store, info, next_name
+        self._limits, self._writer = limits, writer
+        self._budget = _Bytes(queue_bytes)
+        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-seal")
+        self._pending: PendingFile | None = None
+        self._builder: ShardBuilder | None = None
+        self._name = ""
+        self.failure: BaseException | None = None
+        self.sealed = Sealed()
+        self._thread = threading.Thread(target=self._run, name="hsstream-append", daemon=True)
+        self._thread.start()
+
+    def put(self, plain: PlainRecord, facts: SampleFacts) -> None:
+        """Queue one record; waits while the bytes in flight are over the limit."""
+        nbytes = plain.nbytes
+        self._budget.take(nbytes, lambda: self.failure is not None)
+        self.check()
+        self._items.put((self._pool.submit(seal, plain), facts, nbytes))
+
+    def check(self) -> None:
+        """Raise the failure of a thread, if there was one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def finish(self) -> None:
+        """Append what is queued, seal the last shard, end the threads; then `check`."""
+        self._items.put(None)
+        self._thread.join()
+        self._pool.shutdown()
+        self.check()
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            record, facts, nbytes = item
+            try:
+                if self.failure is None:
+                    self._append(record.result(), facts)
+            except BaseException as error:  # noqa: BLE001  (kept for the caller's thread, whatever it is)
+                self._fail(error)
+            finally:
+                self._budget.give(nbytes)
+        if self._builder is not None:
+            self._try_seal()
+
+    def _fail(self, error: BaseException) -> None:
+        # What is in the shard is whole, whatever happened to this record: seal it before reporting.
+        if self._builder is not None:
+            self._try_seal()
+        if self.failure is None:
+            self.failure = error
+
+    def _try_seal(self) -> None:
+        try:
+            self._seal()
+        except BaseException as error:  # noqa: BLE001  (kept for the caller's thread, whatever it is)
+            if self.failure is None:
+                self.failure = error
+
+    def _append(self, record: Record, facts: SampleFacts) -> None:
+        builder = self._builder
+        if builder is not None and self._is_full(builder, record):
+            self._seal()
+            builder = None
+        if builder is None:
+            self._name = self._next_name()
+            self._pending = self._store.create(self._name)
+            builder = self._builder = ShardBuilder(self._pending.file, self._info, self._writer)
+        with located(shard=self._name, key=facts.key):
+            self._check_room(builder, record)
+            builder.append(record, facts)
+
+    def _is_full(self, builder: ShardBuilder, record: Record) -> bool:
+        room = builder.nbytes + builder.room_for(record)
+        return len(builder) > 0 and (len(builder) >= self._limits.samples or room > self._limits.nbytes)
+
+    def _check_room(self, builder: ShardBuilder, record: Record) -> None:
+        free, need = self._store.free_bytes(), builder.room_for(record)
+        if free is not None and free < need:
+            raise StorageFullError(
+                f"{self._store.url}: {free} bytes are free, the next sample needs {need}; "
+                "everything written before it is sealed: free some space and resume"
+            )
+
+    def _seal(self) -> None:
+        builder, pending, name = self._builder, self._pending, self._name
+        self._builder = self._pending = None
+        if builder is None or pending is None:
+            return
+        try:
+            if len(builder) == 0:
+                return
+            with located(shard=name):
+                table, xxh3 = builder.finish()
+                pending.publish()
+        except OSError as error:
+            raise error if isinstance(error, HsStreamError) else StorageError(f"{name}: {error}") from error
+        finally:
+            pending.discard()
+        self.sealed.shards[name] = ShardIndex(self._info, table, builder.nbytes, xxh3)
+        self.sealed.samples += len(table)
+        self.sealed.tokens += builder.tokens
+        self.sealed.nbytes += builder.nbytes

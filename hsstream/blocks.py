@@ -1,0 +1,100 @@
+"""Plain blocks <-> stored, hashed blocks. The door to lz4, zstandard and xxhash.
+
+In: the plain bytes of one block and the tensor's compression; or stored bytes, their xxh3-64 and the
+plain size that the header implies. Out: the other side. A block that does not compress below 95 % is
+stored as it is; stored size equal to plain size means exactly that (FORMAT.md section 4).
+Refused with `CorruptDataError`: a wrong hash (`hash_mismatch`), bytes that do not decompress to the
+expected size (`bad_compression`). Sizes are known before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import lz4.block
+import xxhash
+import zstandard
+
+from hsstream.errors import CorruptDataError
+
+Buffer = Any  # bytes, bytearray, memoryview or a C-contiguous uint8 array
+
+#: Stored blocks are compressed only when that leaves less than this part of the plain size.
+WORTHWHILE = 0.95
+ZSTD_LEVEL = 1
+
+_local = threading.local()
+
+
+def digest(data: Buffer) -> int:
+    """The xxh3-64 of `data`, seed 0."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def running_digest() -> Any:
+    """A hash object with update() and intdigest() for bytes that come in pieces."""
+    return xxhash.xxh3_64()
+
+
+def store_block(plain: Buffer, compression: str) -> Buffer:
+    """The bytes to store for `plain`: compressed when worthwhile, else `plain` itself."""
+    size = memoryview(plain).nbytes
+    if compression == "none":
+        return plain
+    packed = _compress(plain, compression)
+    return packed if len(packed) < WORTHWHILE * size else plain
+
+
+def load_block(stored: memoryview, expected: int, plain_size: int, compression: str) -> memoryview:
+    """Check the hash of `stored` and give back its plain bytes, without a copy where stored plain."""
+    if digest(stored) != expected:
+        raise CorruptDataError("a block's bytes do not match their hash", "hash_mismatch")
+    if len(stored) == plain_size:
+        return stored
+    if compression == "none" or len(stored) > plain_size:
+        raise CorruptDataError(
+            f"a block of {len(stored)} bytes cannot hold {plain_size} plain bytes", "bad_length"
+        )
+    plain = _decompress(stored, plain_size, compression)
+    if len(plain) != plain_size:
+        raise CorruptDataError(
+            f"a block decompressed to {len(plain)} bytes, expected {plain_size}", "bad_compression"
+        )
+    return memoryview(plain)
+
+
+def compress_bytes(data: bytes) -> bytes:
+    """zstd for whole small files such as the consolidated index."""
+    return _compress(data, "zstd")
+
+
+def decompress_bytes(data: Buffer, plain_size: int) -> bytes:
+    """Inverse of `compress_bytes`; raises CorruptDataError."""
+    return _decompress(memoryview(data), plain_size, "zstd")
+
+
+def _compress(plain: Buffer, compression: str) -> bytes:
+    if compression == "lz4":
+        return lz4.block.compress(plain, store_size=False)  # type: ignore[no-any-return]
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
+    return _local.compressor.compress(plain)  # type: ignore[no-any-return]
+
+
+def _decompress(stored: memoryview, plain_size: int, compression: str) -> bytes:
+    try:
+        if compression == "lz4":
+            return lz4.block.decompress(stored, uncompressed_size=plain_size)  # type: ignore[no-any-return]
+        return _zstd_decompress(stored, plain_size)
+    except (lz4.block.LZ4BlockError, zstandard.ZstdError, MemoryError) as error:
+        raise CorruptDataError(f"a block does not decompress: {error}", "bad_compression") from None
+
+
+def _zstd_decompress(stored: memoryview, plain_size: int) -> bytes:
+    # The frame's own content size is untrusted and decides the allocation, so it is compared first.
+    if zstandard.frame_content_size(stored) != plain_size:
+        raise zstandard.ZstdError("frame content size differs from the header's")
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    return _local.decompressor.decompress(stored)  # type: ignore[no-any-return]

@@ -1,0 +1,75 @@
+"""Values <-> codes: a closed, versioned table of codecs. No I/O, no compression.
+
+In: rows of one member, a contiguous tensor [R, V, H] (R token rows, V vectors a row, H values a
+vector). Out: a `Codes` of uint8 codes [R, row_bytes], one float32 scale per row and vector for
+the scaled codecs, and the codec's extra bytes. Refused: dtypes the codec cannot hold
+(`SampleError`), codes that no encoder writes (`CorruptDataError`, reason `bad_code`).
+
+============ =========================================== =================== ===================
+codec        stored                                      bytes of bf16       default compression
+============ =========================================== =================== ===================
+raw          the exact bytes of any dtype                1                   lz4
+planes       16-bit floats, exact, in two byte planes    0.70 with zstd      zstd
+fp8          e4m3fn codes, power-of-two scale a vector   0.50                lz4
+============ =========================================== =================== ===================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hsstream.codecs.base import Codec, Codes, EscapeSink, RowWriter, ScaledCodec
+from hsstream.codecs.exact import Planes, Raw
+from hsstream.codecs.fp8 import Fp8
+from hsstream.errors import FormatError, SampleError, UnsupportedVersionError
+
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Codes",
+    "EscapeSink",
+    "RowWriter",
+    "ScaledCodec",
+    "codec_from_header",
+    "parse_codec",
+]
+
+#: The closed table of format version 1.0: name -> how a codec is made from a header's parameters.
+CODECS: dict[str, Callable[[Mapping[str, object]], Codec]] = {
+    "raw": lambda params: Raw(),  # noqa: ARG005
+    "planes": lambda params: Planes(),  # noqa: ARG005
+    "fp8": lambda params: Fp8(),  # noqa: ARG005
+}
+_PARAMS: dict[str, frozenset[str]] = {"raw": frozenset(), "planes": frozenset(), "fp8": frozenset()}
+_CHOICES = '"raw", "planes", "fp8"'
+
+
+def parse_codec(spec: str) -> Codec:
+    """The codec a user names: `raw`, `planes` or `fp8`; SampleError naming the choices otherwise."""
+    if not isinstance(spec, str):
+        raise SampleError(f"codec must be a string, one of {_CHOICES}; found {type(spec).__name__}")
+    if spec not in CODECS:
+        raise SampleError(f"unknown codec {spec!r}: choose one of {_CHOICES}")
+    return CODECS[spec]({})
+
+
+def codec_from_header(name: str, params: Mapping[str, object]) -> Codec:
+    """The codec a header names, from untrusted fields.
+
+    Raises FormatError (bad_field) for a field of the wrong type or value and UnsupportedVersionError
+    (unknown_feature) for a codec or a parameter this version does not know.
+    """
+    if not isinstance(name, str) or not isinstance(params, Mapping):
+        raise FormatError("a codec is a name and a map of parameters", reason="bad_field")
+    if name not in CODECS:
+        raise UnsupportedVersionError(
+            f"codec {name!r} is not one of {_CHOICES}: read it with a newer hsstream",
+            reason="unknown_feature",
+        )
+    unknown = sorted(str(key) for key in params if key not in _PARAMS[name])
+    if unknown:
+        raise UnsupportedVersionError(
+            f"codec {name} has unknown parameters {unknown}: read it with a newer hsstream",
+            reason="unknown_feature",
+        )
+    return CODECS[name](params)

@@ -1,0 +1,76 @@
+"""Which form of the arithmetic runs, and the tensors as a kernel sees them.
+
+In: nothing, or host tensors. Out: the module `hsstream.codecs.kernels` where numba can be used, None
+(after one warning) where the torch forms must do; flat views; the exception for a kernel's status.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hsstream.errors import CorruptDataError, HsStreamError, SampleError
+
+#: What a kernel returns.
+OK, BAD_CODE, BAD_SCALE, OVERFLOW = range(4)
+
+#: Float dtypes of 8-bit codecs, as sources and as delivered dtypes.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+#: The dtype under which NumPy and the kernels see each of them; the bits are the same.
+_VIEWS: dict[torch.dtype, tuple[torch.dtype, type[np.generic]]] = {
+    torch.bfloat16: (torch.int16, np.uint16),
+    torch.float16: (torch.int16, np.int16),
+    torch.float32: (torch.float32, np.float32),
+    torch.uint8: (torch.uint8, np.uint8),
+}
+
+
+@cache
+def kernels() -> Any:
+    """The module of numba kernels; None where numba is missing or NUMBA_DISABLE_JIT is set.
+
+    Imported on first use: numba takes 0.4 s, which a process that only plans or lists need not pay.
+    """
+    reason = "NUMBA_DISABLE_JIT is set"
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") == "0":
+        try:
+            return importlib.import_module("hsstream.codecs.kernels")
+        except ImportError as error:
+            reason = str(error).splitlines()[0]
+    warnings.warn(
+        f"hsstream decodes and encodes several times slower without numba ({reason}): "
+        "pip install 'hsstream[fast]'",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def flat_view(rows: torch.Tensor) -> NDArray[Any]:
+    """`rows` [S, V, H] as one dense array from its first value to its last, whatever lies between rows."""
+    if not rows.numel():
+        return np.empty(0, _VIEWS[rows.dtype][1])
+    if rows.shape[2] > 1 and rows.stride(2) != 1:
+        raise SampleError(f"the last axis must be dense, found strides {rows.stride()}")
+    length = 1 + sum((size - 1) * step for size, step in zip(rows.shape, rows.stride(), strict=True))
+    torch_view, numpy_view = _VIEWS[rows.dtype]
+    return rows.detach().as_strided((length,), (1,)).view(torch_view).numpy().view(numpy_view)
+
+
+def status_error(status: int, source: torch.dtype, deliver: torch.dtype) -> HsStreamError:
+    """The exception for a kernel's status other than OK."""
+    if status == BAD_CODE:
+        return CorruptDataError("found a code that no encoder writes", reason="bad_code")
+    if status == BAD_SCALE:
+        return CorruptDataError("a scale must be positive and finite", reason="bad_code")
+    if source == deliver:
+        return CorruptDataError(f"a code times its scale overflows {source}", reason="bad_code")
+    return SampleError(f"a value stored from {source} overflows {deliver}: ask for {source} or float32")

@@ -1,0 +1,151 @@
+"""What every codec is: the contract between values and codes.
+
+In and out: see the package docstring. A codec never sees blocks, bytes on disk or other members;
+`arrange` and `restore` alone work on the codes of one block, because only they depend on where it ends.
+Shapes: S token rows of a sample, R rows of a call, V vectors a row, H values a vector, N escapes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hsstream.errors import CorruptDataError
+
+#: Writes rows [start, start + R) of a prepared target: (start, codes [R, row_bytes], scales [R, V] or
+#: None, extras). Codes come from untrusted bytes: raises CorruptDataError(reason="bad_code").
+RowWriter = Callable[[int, NDArray[np.uint8], "NDArray[np.float32] | None", memoryview], None]
+
+#: Receives the escapes a `code_writer` meets: (positions int64 [N], ascending and flat in the logical
+#: [S, V, H] of the target, values [N] in the source dtype).
+EscapeSink = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Encoded rows, on the device of the values they came from.
+
+    codes: uint8 [R, row_bytes]; scales: float32 [R, V], None for codecs without scales;
+    escape_positions: int64 [N], ascending flat positions in [R, V, H], and escape_values [N] in the
+    source dtype: the values no code can hold, None for codecs without escapes.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    escape_positions: torch.Tensor | None = None
+    escape_values: torch.Tensor | None = None
+
+
+class Codec(ABC):
+    """One row of the codec table, with its parameters bound."""
+
+    name: ClassVar[str]
+    """Extension of the members it writes, and its name in headers."""
+    scaled: ClassVar[bool]
+    """Whether every vector has a float32 scale."""
+    default_compression: ClassVar[str]
+
+    @abstractmethod
+    def params(self) -> dict[str, int | float | str]:
+        """The parameters a header records; empty for codecs without any."""
+
+    @abstractmethod
+    def check(self, dtype: torch.dtype) -> None:
+        """Refuse source dtypes the codec cannot hold (SampleError)."""
+
+    @abstractmethod
+    def row_bytes(self, dtype: torch.dtype, vectors: int, width: int) -> int:
+        """Bytes of code in one row of `vectors` x `width` values."""
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor) -> Codes:
+        """Encode finite, contiguous values [R, V, H], on their device."""
+
+    def pack_extras(self, codes: Codes, row_start: int, row_stop: int) -> bytes:  # noqa: ARG002
+        """The extra bytes of rows [row_start, row_stop) of `codes`, which are on the host."""
+        return b""
+
+    def crop_extras(
+        self,
+        extras: memoryview,
+        rows: tuple[int, int],  # noqa: ARG002
+        shape: tuple[int, int],  # noqa: ARG002
+        source: torch.dtype,  # noqa: ARG002
+    ) -> memoryview:
+        """The extras of rows [first, last) of a block of rows of shape (V, H), positions counted from
+        `first`; for a block of which only some rows are wanted."""
+        return extras
+
+    def arrange(self, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The codes [R, row_bytes] of one whole block in the order they are compressed and stored in.
+
+        Same shape, number and values of bytes; `codes` itself for every codec but `planes`.
+        """
+        return codes
+
+    def restore(self, stored: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The inverse of `arrange`: what a RowWriter takes, whole or cut to some of its rows."""
+        return stored
+
+    @abstractmethod
+    def value_writer(self, out: torch.Tensor, source: torch.dtype) -> RowWriter:
+        """Prepare host tensor `out` [S, V, H], any strides with the last axis dense, for decoded rows.
+
+        out.dtype is the delivered dtype; a value that overflows it to infinity is a CorruptDataError
+        when out.dtype is the source dtype, a SampleError naming the dtypes otherwise.
+        """
+
+
+class ScaledCodec(Codec):
+    """A codec of 8-bit codes and one float32 scale a vector, which a device can dequantise."""
+
+    scaled = True
+
+    @abstractmethod
+    def code_writer(
+        self,
+        out_codes: torch.Tensor,
+        out_scales: torch.Tensor,
+        source: torch.dtype,
+        deliver: torch.dtype,
+        escapes: EscapeSink | None = None,
+    ) -> RowWriter:
+        """Prepare host tensors for undecoded rows: codes uint8 [S, V, H] and scales float32 [S, V].
+
+        Last axis dense. Refuses what `value_writer` refuses, so `dequantize(codes, scales, deliver)`
+        needs no checks. `escapes` is called once per block that has escapes.
+        """
+
+    @abstractmethod
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Values [..., H] in `dtype` of codes uint8 [..., H] and scales float32 [...], on their device.
+
+        Plain torch ops, equal bit for bit to `value_writer`; escapes are patched in afterwards.
+        Padding of zero codes gives zeros whatever finite scale it has.
+        """
+
+
+def check_block(
+    shape: tuple[int, int, int],
+    row_bytes: int,
+    start: int,
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32] | None,
+) -> None:
+    """Refuse rows that do not fit a target [S, V, H] (CorruptDataError, reason bad_length)."""
+    rows = codes.shape[0]
+    if codes.shape != (rows, row_bytes) or start < 0 or start + rows > shape[0]:
+        raise CorruptDataError(
+            f"codes {codes.shape} at row {start} do not fit {shape[0]} rows of {row_bytes} bytes",
+            reason="bad_length",
+        )
+    if scales is not None and scales.shape != (rows, shape[1]):
+        raise CorruptDataError(
+            f"scales {scales.shape} given for {rows} rows of {shape[1]} vectors", reason="bad_length"
+        )

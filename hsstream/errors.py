@@ -1,0 +1,128 @@
+"""Every exception hsstream raises.
+
+::
+
+    HsStreamError
+    |- SampleError (ValueError)          a sample or argument the format cannot hold
+    |  `- NonFiniteError                 NaN or Inf among the values
+    |- FormatError (ValueError)          the bytes break FORMAT.md; `.reason` is one of REASONS
+    |  |- UnsupportedVersionError        written by a newer major version, or needs an unknown feature
+    |  |- CorruptDataError               a hash, length or code is wrong
+    |  `- TruncatedShardError            the file ends before its own lengths say
+    |- StorageError (OSError)            a place could not be reached, read or published to
+    |  `- StorageFullError               no space left; everything sealed so far is intact
+    |- ResumeError (ValueError)          a state that belongs to another data set, order or version
+    `- SchemaMismatchError (ValueError)  tensors, codecs or model differ from the data set's
+
+Every exception is built from one line of text, so it survives pickling and the re-raise in a
+DataLoader worker. `located()` adds the place (shard, key, tensor) while an exception passes outward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: The closed set of `FormatError.reason` values; the table in FORMAT.md section 8 explains each.
+REASONS = (
+    "not_hsstream",
+    "truncated",
+    "hash_mismatch",
+    "bad_length",
+    "bad_msgpack",
+    "bad_field",
+    "bad_code",
+    "bad_compression",
+    "bad_tar",
+    "missing_member",
+    "duplicate_key",
+    "manifest_mismatch",
+    "unsupported_version",
+    "unknown_feature",
+)
+
+
+class HsStreamError(Exception):
+    """Base of all hsstream errors; `.shard`, `.key` and `.tensor` say where, when known."""
+
+    shard: str | None = None
+    key: str | None = None
+    tensor: str | None = None
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        names = (("shard", self.shard), ("key", self.key), ("tensor", self.tensor))
+        place = ", ".join(f"{name} {value}" for name, value in names if value is not None)
+        text = str(self.args[0]) if self.args else ""
+        return f"{text} [{place}]" if place else text
+
+
+class SampleError(HsStreamError, ValueError):
+    """The writer was given something the format cannot hold."""
+
+
+class NonFiniteError(SampleError):
+    """A sample holds NaN or Inf."""
+
+
+class FormatError(HsStreamError, ValueError):
+    """The bytes do not follow FORMAT.md; `.reason` is one of `REASONS`."""
+
+    reason: str = "bad_field"
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        if reason is not None:
+            if reason not in REASONS:
+                raise ValueError(f"unknown FormatError reason {reason!r}")
+            self.reason = reason
+
+
+class UnsupportedVersionError(FormatError):
+    """The file needs a newer hsstream; the message names the version or feature."""
+
+    reason = "unsupported_version"
+
+
+class CorruptDataError(FormatError):
+    """Stored bytes were changed: a hash, length or code is wrong."""
+
+    reason = "hash_mismatch"
+
+
+class TruncatedShardError(FormatError):
+    """A file ends before its own lengths say."""
+
+    reason = "truncated"
+
+
+class StorageError(HsStreamError, OSError):
+    """A place could not be reached, read or published to."""
+
+
+class StorageFullError(StorageError):
+    """The target has no space left; every shard sealed so far is intact."""
+
+
+class ResumeError(HsStreamError, ValueError):
+    """A state that belongs to another data set, order or version."""
+
+
+class SchemaMismatchError(HsStreamError, ValueError):
+    """Tensors, codecs or model facts differ from those of the data set; the message names the field."""
+
+
+@contextmanager
+def located(
+    *, shard: str | None = None, key: str | None = None, tensor: str | None = None
+) -> Iterator[None]:
+    """Add the place to any HsStreamError passing out; the innermost place wins."""
+    try:
+        yield
+    except HsStreamError as error:
+        error.shard = error.shard or shard
+        error.key = error.key or key
+        error.tensor = error.tensor or tensor
+        raise

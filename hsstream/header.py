@@ -1,0 +1,270 @@
+"""The header of a sample: what its members hold, block by block. The door to msgpack.
+
+In: the facts of an encoded sample, or the untrusted bytes of a header member. Out: those bytes, or a
+checked `Header` whose columns are arrays. Refused with FormatError: a wrong hash, bytes that are not
+the msgpack of FORMAT.md section 5, columns that do not fit the shapes, versions and features that
+this release does not know. Every length is compared with its container before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from hsstream.blocks import digest
+from hsstream.errors import CorruptDataError, FormatError, SampleError, UnsupportedVersionError, located
+from hsstream.sample import KEY_PATTERN, MAX_NESTING, MAX_TOKENS
+from hsstream.schema import TensorSpec
+
+FORMAT_VERSION = (1, 0)
+#: Features a reader must know to read a sample right; a header or index lists those it uses.
+FEATURES = frozenset({"row_runs"})
+MAX_HEADER_BYTES = 1 << 20
+MAX_PLAIN_BLOCK = 32 << 20
+BLOCK_CODE_BYTES = 256 << 10
+
+
+def pack(value: Any) -> bytes:
+    """Deterministic msgpack of plain data."""
+    return msgpack.packb(value, use_bin_type=True)  # type: ignore[no-any-return]
+
+
+def unpack(data: Any, what: str) -> Any:
+    """Plain data from untrusted msgpack: raises FormatError(`bad_msgpack`), never allocates past `data`."""
+    size = len(data)
+    try:
+        value = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, max_str_len=size, max_bin_len=size,
+            max_array_len=size, max_map_len=size, max_ext_len=0,
+        )  # fmt: skip
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FormatError(f"{what} is not valid msgpack: {error}", "bad_msgpack") from None
+    _check_depth(value, what, 0)
+    return value
+
+
+def _check_depth(value: Any, what: str, depth: int) -> None:
+    # Metadata nests up to MAX_NESTING inside the body; the two levels above it are ours.
+    if depth > MAX_NESTING + 2:
+        raise FormatError(f"{what} is nested too deep", "bad_msgpack")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        if isinstance(item, (dict, list)):
+            _check_depth(item, what, depth + 1)
+
+
+def pack_hashed(body: Any) -> tuple[bytes, int]:
+    """The envelope of headers and indexes: a map of `body` (msgpack bytes) and its xxh3-64; and the hash."""
+    packed = pack(body)
+    xxh3 = digest(packed)
+    return pack({"body": packed, "xxh3": xxh3.to_bytes(8, "little")}), xxh3
+
+
+def unpack_hashed(data: Any, what: str) -> tuple[dict[str, Any], int]:
+    """Inverse of `pack_hashed`: (body, its hash), the hash checked before the body is parsed."""
+    outer = unpack(data, what)
+    if not isinstance(outer, dict) or not isinstance(outer.get("body"), bytes):
+        raise FormatError(f"{what} is not a map of body and xxh3", "bad_field")
+    found = digest(outer["body"])
+    if outer.get("xxh3") != found.to_bytes(8, "little"):
+        raise CorruptDataError(f"{what} does not match its hash", "hash_mismatch")
+    body = unpack(outer["body"], what)
+    if not isinstance(body, dict):
+        raise FormatError(f"{what} holds no map", "bad_field")
+    check_version(body, what)
+    return body, found
+
+
+def check_version(body: Mapping[str, Any], what: str) -> None:
+    """Refuse another major version, and features this release does not know, by name."""
+    version = body.get("hsstream")
+    if not isinstance(version, list) or len(version) != 2 or not all(type(v) is int for v in version):
+        raise FormatError(f"{what} has no format version", "bad_field")
+    if version[0] != FORMAT_VERSION[0]:
+        raise UnsupportedVersionError(
+            f"{what} has format version {version[0]}.{version[1]}, this release reads "
+            f"{FORMAT_VERSION[0]}.x: install a newer hsstream"
+        )
+    features = body.get("features", [])
+    if not isinstance(features, list) or not all(isinstance(name, str) for name in features):
+        raise FormatError(f"{what} has a bad list of features", "bad_field")
+    unknown = sorted(set(features) - FEATURES)
+    if unknown:
+        raise UnsupportedVersionError(
+            f"{what} needs {', '.join(unknown)}: install a newer hsstream", "unknown_feature"
+        )
+
+
+def column(data: Any, dtype: str, count: int, what: str) -> NDArray[Any]:
+    """A packed little-endian column of exactly `count` numbers."""
+    size = np.dtype(dtype).itemsize
+    if not isinstance(data, bytes) or len(data) != count * size:
+        found = len(data) if isinstance(data, bytes) else type(data).__name__
+        raise FormatError(f"{what} should have {count * size} bytes, found {found}", "bad_length")
+    return np.frombuffer(data, dtype)
+
+
+@dataclass
+class TensorHeader:
+    """Where the rows of one tensor of one sample are.
+
+    rows: stored rows, S unless `row_runs` [N, 2] (first row, count) says which ones are stored.
+    stored, hashes, extras: [members, blocks], stored bytes, xxh3-64 and extra bytes of every block.
+    """
+
+    spec: TensorSpec
+    rows: int
+    rows_per_block: int
+    stored: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    extras: NDArray[np.int64]
+    row_runs: NDArray[np.int64] | None = None
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, int]:
+        """(scale bytes, code bytes) of one row of a member."""
+        vectors, width = self.spec.row_shape
+        scales = 4 * vectors if self.spec.codec.scaled else 0
+        return scales, self.spec.codec.row_bytes(self.spec.dtype, vectors, width)
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Where each block ends in its member's payload: [members, blocks]."""
+        return np.cumsum(self.stored, axis=1)
+
+    def block_rows(self, block: int) -> tuple[int, int]:
+        """The stored rows [first, last) of a block."""
+        first = block * self.rows_per_block
+        return first, min(first + self.rows_per_block, self.rows)
+
+    def block_bytes(self, member: int, first: int, last: int) -> tuple[int, int]:
+        """Byte range of blocks [first, last) in a member's payload."""
+        ends = self.ends[member]
+        return (int(ends[first - 1]) if first else 0), (int(ends[last - 1]) if last else 0)
+
+    def stored_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The range of stored rows that tokens [start, stop) need."""
+        if self.row_runs is None:
+            return start, stop
+        firsts, counts = self.row_runs[:, 0], self.row_runs[:, 1]
+        below_start, below_stop = (int(np.clip(t - firsts, 0, counts).sum()) for t in (start, stop))
+        return below_start, below_stop
+
+    def blocks_for(self, start: int, stop: int) -> tuple[int, int]:
+        """The blocks [first, last) that hold tokens [start, stop)."""
+        first, last = self.stored_range(start, stop)
+        if first >= last:
+            return 0, 0
+        return first // self.rows_per_block, -(-last // self.rows_per_block)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tensor's entry in a header body."""
+        entry = self.spec.to_dict() | {
+            "rows_per_block": self.rows_per_block,
+            "stored": self.stored.astype("<u4").tobytes(),
+            "xxh3": self.hashes.astype("<u8").tobytes(),
+        }
+        if self.extras.any():
+            entry["extras"] = self.extras.astype("<u4").tobytes()
+        if self.row_runs is not None:
+            entry["row_runs"] = self.row_runs.astype("<u4").tobytes()
+        return entry
+
+    @classmethod
+    def from_dict(cls, entry: Any, tokens: int) -> TensorHeader:
+        """A checked entry of an untrusted header body."""
+        spec = TensorSpec.from_dict(entry)
+        with located(tensor=spec.name):
+            runs = _row_runs(entry["row_runs"], tokens) if "row_runs" in entry else None
+            rows = tokens if runs is None else int(runs[:, 1].sum())
+            per_block = entry.get("rows_per_block")
+            if type(per_block) is not int or per_block < 1:
+                raise FormatError(f"rows_per_block is {per_block!r:.80}", "bad_field")
+            blocks = -(-rows // per_block)
+            shape = (spec.member_count, blocks)
+            count = shape[0] * shape[1]
+            stored = column(entry.get("stored"), "<u4", count, "stored").astype(np.int64).reshape(shape)
+            hashes = column(entry.get("xxh3"), "<u8", count, "xxh3").reshape(shape)
+            extras = np.zeros(shape, np.int64)
+            if "extras" in entry:
+                extras = column(entry["extras"], "<u4", count, "extras").astype(np.int64).reshape(shape)
+            header = cls(spec, rows, per_block, stored, hashes, extras, runs)
+            header._check_block_size()
+            return header
+
+    def _check_block_size(self) -> None:
+        rows = min(self.rows_per_block, self.rows)
+        largest = sum(self.row_bytes) * rows + int(self.extras.max(initial=0))
+        if largest > MAX_PLAIN_BLOCK or int(self.stored.max(initial=0)) > MAX_PLAIN_BLOCK:
+            raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
+
+
+def _row_runs(data: Any, tokens: int) -> NDArray[np.int64]:
+    if not isinstance(data, bytes) or len(data) % 8:
+        raise FormatError("row_runs is not a list of pairs", "bad_length")
+    runs = np.frombuffer(data, "<u4").astype(np.int64).reshape(-1, 2)
+    ends = runs.sum(axis=1)
+    if (runs[:, 1] < 1).any() or (ends > tokens).any() or (runs[1:, 0] <= ends[:-1]).any():
+        raise FormatError("row_runs are not ascending, separate ranges of rows", "bad_field")
+    return runs
+
+
+@dataclass
+class Header:
+    """A checked sample header: key, S, tensors in member order, free metadata."""
+
+    key: str
+    tokens: int
+    tensors: dict[str, TensorHeader]
+    meta: dict[str, Any] = field(default_factory=dict)
+    xxh3: int = 0
+
+    def member_sizes(self) -> list[int]:
+        """Payload bytes of every member after the header, in order."""
+        return [int(size) for tensor in self.tensors.values() for size in tensor.stored.sum(axis=1)]
+
+    def pack(self) -> bytes:
+        """The bytes of the header member; sets `xxh3`. Raises SampleError above 1 MiB."""
+        features = ["row_runs"] if any(t.row_runs is not None for t in self.tensors.values()) else []
+        body = {
+            "hsstream": list(FORMAT_VERSION),
+            "features": features,
+            "key": self.key,
+            "tokens": self.tokens,
+            "meta": self.meta,
+            "tensors": [tensor.to_dict() for tensor in self.tensors.values()],
+        }
+        data, self.xxh3 = pack_hashed(body)
+        if len(data) > MAX_HEADER_BYTES:
+            raise SampleError(
+                f"the header takes {len(data)} bytes, above {MAX_HEADER_BYTES}: store less metadata "
+                "or split the sample"
+            )
+        return data
+
+    @classmethod
+    def parse(cls, data: Any) -> Header:
+        """From the untrusted bytes of a header member."""
+        if len(data) > MAX_HEADER_BYTES:
+            raise FormatError(f"a header of {len(data)} bytes is above {MAX_HEADER_BYTES}", "bad_length")
+        body, found = unpack_hashed(data, "the sample header")
+        key, tokens, meta = body.get("key"), body.get("tokens"), body.get("meta")
+        if not isinstance(key, str) or not KEY_PATTERN.fullmatch(key):
+            raise FormatError(f"the sample header has the key {key!r:.80}", "bad_field")
+        with located(key=key):
+            if type(tokens) is not int or not 1 <= tokens <= MAX_TOKENS:
+                raise FormatError(f"the sample header has {tokens!r:.80} tokens", "bad_field")
+            entries = body.get("tensors")
+            if not isinstance(meta, dict) or not isinstance(entries, list) or not entries:
+                raise FormatError("the sample header lacks tensors or meta", "bad_field")
+            parsed = [TensorHeader.from_dict(entry, tokens) for entry in entries]
+            tensors = {tensor.spec.name: tensor for tensor in parsed}
+            if len(tensors) != len(parsed):
+                raise FormatError("the sample header names a tensor twice", "bad_field")
+            return cls(key, tokens, tensors, meta, found)

@@ -1,0 +1,121 @@
+"""ShardReader: any sample, or any token range of it, by number or key.
+
+In: a root, a sample number or key, optionally a range of tokens. Out: a `Sample` in source dtypes
+(ids int64, masks bool). Refused: unknown keys and numbers (KeyError, IndexError), bytes that do not
+follow FORMAT.md or do not match their hashes (FormatError), unreachable places (StorageError).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hsstream.errors import FormatError, located
+from hsstream.header import Header
+from hsstream.manifest import DatasetIndex, open_dataset
+from hsstream.record import deliver, read_tensor
+from hsstream.sample import Sample
+from hsstream.storage import open_store
+
+
+class ShardReader:
+    """Random access to a data set, or to shards that have no manifest yet.
+
+    Args:
+        root: directory or URL.
+        storage_options: for the store of `root`.
+
+    Raises:
+        StorageError: nothing there, or not reachable.
+        FormatError: what is there is not a data set of this format.
+    """
+
+    def __init__(self, root: str | Path, storage_options: dict[str, Any] | None = None) -> None:
+        self._store = open_store(root, storage_options)
+        self._index = open_dataset(self._store)
+
+    @property
+    def index(self) -> DatasetIndex:
+        """Schema, model facts, shards, and one row of facts per sample."""
+        return self._index
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The content of manifest.json."""
+        return self._index.manifest()
+
+    def __len__(self) -> int:
+        return len(self._index.table)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.read(number) for number in range(len(self)))
+
+    def keys(self) -> list[str]:
+        """All keys, in storage order."""
+        return list(self._index.table.keys)
+
+    def lengths(self) -> list[int]:
+        """S of every sample, in storage order."""
+        return self._index.table.tokens.tolist()  # type: ignore[no-any-return]
+
+    def read(self, sample: int | str, tokens: slice | None = None) -> Sample:
+        """One sample, by number (negative from the end) or key.
+
+        tokens: a slice of step 1; only the header and the blocks that hold these tokens are read.
+        """
+        number = self._number(sample)
+        table = self._index.table
+        shard = self._index.shards[self._index.shard_of[number]].name
+        with located(shard=shard, key=table.keys[number]):
+            header = self._header(shard, number)
+            chosen = _token_range(tokens, header.tokens)
+            tensors = {}
+            for name, tensor in header.tensors.items():
+                column = self._index.info.schema.first_member[name]
+
+                def payload(member: int, first: int, last: int, column: int = column) -> memoryview:
+                    start, _ = table.member_range(number, column + member)
+                    return self._store.read(shard, start + first, start + last)
+
+                tensors[name] = deliver(name, read_tensor(tensor, payload, chosen))
+            return Sample(header.key, tensors, header.meta)
+
+    def _header(self, shard: str, number: int) -> Header:
+        table = self._index.table
+        header = Header.parse(self._store.read(shard, *table.member_range(number, 0)))
+        check_header(header, self._index, number)
+        return header
+
+    def _number(self, sample: int | str) -> int:
+        if isinstance(sample, str):
+            try:
+                return self._numbers[sample]
+            except KeyError:
+                raise KeyError(f"no sample with key {sample!r} in {self._store.url}") from None
+        count = len(self)
+        if not -count <= sample < count:
+            raise IndexError(f"sample {sample} of {count}")
+        return sample % count
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {key: number for number, key in enumerate(self._index.table.keys)}
+
+
+def check_header(header: Header, index: DatasetIndex, number: int) -> None:
+    """Refuse a header that is not the one the index was made from (`manifest_mismatch`)."""
+    if header.xxh3 != int(index.table.hashes["header_xxh3"][number]):
+        raise FormatError(
+            "the sample's header is not the one in the index: the shard was replaced; "
+            "run `hsstream index ROOT`",
+            "manifest_mismatch",
+        )
+
+
+def _token_range(tokens: slice | None, count: int) -> range:
+    start, stop, step = (tokens or slice(None)).indices(count)
+    if step != 1:
+        raise ValueError(f"tokens must be a slice of step 1, got {tokens}")
+    return range(start, max(start, stop))

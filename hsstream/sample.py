@@ -1,0 +1,265 @@
+"""A sample as the user holds it, and the facts about the model it came from.
+
+In: a key, token-first tensors, free metadata, an optional attention mask. Out: a checked, trimmed
+`Sample` in canonical storage dtypes. Refused with `SampleError`: keys and names that FORMAT.md
+section 2 does not allow, tensors whose token axes differ, empty samples, dtypes that cannot be
+stored, metadata that msgpack cannot carry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from hsstream.errors import SampleError, SchemaMismatchError
+
+KEY_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,55}")
+NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,27}")
+
+#: Storage dtypes by their name in headers.
+DTYPES: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: The captured states: the tensors the `codec` argument of the writer speaks of.
+HIDDEN_STATES = ("aux_hidden_states", "last_hidden_state")
+
+#: Canonical names in the order of their members, with rank and storage dtype (None: any float).
+CANONICAL: dict[str, tuple[int, torch.dtype | None]] = {
+    "input_ids": (1, torch.int32),
+    "loss_mask": (1, torch.uint8),
+    "target_topk_ids": (2, torch.int32),
+    "target_topk_logits": (2, None),
+    "target_logsumexp": (1, None),
+    "aux_hidden_states": (3, None),
+    "last_hidden_state": (2, None),
+}
+
+#: Canonical names whose delivered dtype differs from the stored one.
+DELIVERED: dict[str, torch.dtype] = {
+    "input_ids": torch.int64,
+    "target_topk_ids": torch.int64,
+    "loss_mask": torch.bool,
+}
+
+MAX_TOKENS = 2**31 - 1
+MAX_NESTING = 8
+
+NORM_CHOICES = ("pre", "post", "unknown")
+CONVENTIONS = ("layer_output_0based", "hf_hidden_states_index")
+
+
+@dataclass
+class Sample:
+    """One sample: `key`, `tensors` (token axis first), `meta` (free, msgpack-able)."""
+
+    key: str
+    tensors: dict[str, torch.Tensor]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """S, the number of tokens."""
+        return next(iter(self.tensors.values())).shape[0]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What must be known about the captured model to use its states; every field may be None.
+
+    aux_layer_ids: the captured layers in the order of axis 1 of `aux_hidden_states`, counted by
+    layer_id_convention: `layer_output_0based` (output of decoder layer k) or
+    `hf_hidden_states_index` (entry of Hugging Face `hidden_states`: k is the output of layer k - 1).
+    last_hidden_norm, and aux_hidden_norm for each captured layer: whether the state was taken
+    before (`pre`) or after (`post`) the model's final norm, or `unknown`.
+    """
+
+    name: str | None = None
+    revision: str | None = None
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    aux_layer_ids: tuple[int, ...] | None = None
+    layer_id_convention: str | None = None
+    last_hidden_norm: str | None = None
+    aux_hidden_norm: tuple[str, ...] | None = None
+    tokenizer: str | None = None
+    chat_template_hash: str | None = None
+    vocab_size: int | None = None
+    engine: str | None = None
+    engine_flags: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("aux_layer_ids", "aux_hidden_norm"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        _check_choice("layer_id_convention", self.layer_id_convention, CONVENTIONS)
+        for norm in (self.last_hidden_norm, *(self.aux_hidden_norm or ())):
+            _check_choice("a hidden-state norm", norm, NORM_CHOICES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what is known, with lists for tuples: the form in a shard index and in the manifest."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in known.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelInfo:
+        """Inverse of `to_dict`; fields of later minor versions are ignored."""
+        names = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in names})
+
+    def require_same(self, other: ModelInfo) -> None:
+        """Raise SchemaMismatchError naming the first field that differs; versions may differ."""
+        for f in fields(self):
+            here, there = getattr(self, f.name), getattr(other, f.name)
+            if f.name != "versions" and here != there:
+                raise SchemaMismatchError(
+                    f"model.{f.name} differs: the data set has {here!r}, this writer was given {there!r}"
+                )
+
+
+def _check_choice(what: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise SampleError(f"{what} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def prepare_sample(
+    key: str,
+    tensors: Mapping[str, Any],
+    attention_mask: Any = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Sample:
+    """Check, trim by `attention_mask` and bring to storage dtypes; nothing of the caller's is changed."""
+    check_key(key)
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise SampleError("tensors must be a non-empty dict of name -> tensor")
+    converted = {name: _as_tensor(name, value) for name, value in tensors.items()}
+    tokens = _common_tokens(converted)
+    kept = _real_range(attention_mask, tokens)
+    ordered = {name: _storage_form(name, converted[name][kept]) for name in member_order(converted)}
+    checked = dict(meta or {})
+    _check_meta(checked, "meta", 0)
+    return Sample(key, ordered, checked)
+
+
+def check_key(key: Any) -> None:
+    """Refuse a key that cannot name tar members (FORMAT.md section 2)."""
+    if not isinstance(key, str) or not KEY_PATTERN.fullmatch(key):
+        raise SampleError(
+            f"key {key!r} is not allowed: 1 to 56 characters of A-Z a-z 0-9 _ -, the first a letter or digit"
+        )
+
+
+def member_order(names: Mapping[str, Any]) -> list[str]:
+    """Schema order: canonical names first, in their table's order, then the others by name."""
+    canonical = [name for name in CANONICAL if name in names]
+    return canonical + sorted(set(names) - set(CANONICAL))
+
+
+def _as_tensor(name: Any, value: Any) -> torch.Tensor:
+    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
+        raise SampleError(
+            f"tensor name {name!r} is not allowed: 1 to 28 characters of a-z 0-9 _, the first a letter"
+        )
+    if name == "msgpack":
+        raise SampleError("tensor name 'msgpack' is taken by the sample header")
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, torch.Tensor):
+        raise SampleError(f"{name} must be a torch tensor or numpy array, got {type(value).__name__}")
+    if value.dtype not in DTYPE_NAMES:
+        raise SampleError(f"{name} has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
+    if value.ndim == 0 or 0 in value.shape[1:]:
+        raise SampleError(f"{name} has shape {list(value.shape)}; expected [S, ...] with no empty axis")
+    return value.detach()
+
+
+def _common_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
+    counts = {name: value.shape[0] for name, value in tensors.items()}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise SampleError(f"the token axes differ: {found}")
+    tokens = next(iter(counts.values()))
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise SampleError(f"a sample has 1 to {MAX_TOKENS} tokens, got {tokens}")
+    return tokens
+
+
+def _real_range(attention_mask: Any, tokens: int) -> slice:
+    """The range of real tokens: non-zero in the mask, padded on the left, the right, both or neither."""
+    if attention_mask is None:
+        return slice(0, tokens)
+    mask = torch.as_tensor(attention_mask)
+    if mask.shape != (tokens,):
+        raise SampleError(f"attention_mask has shape {list(mask.shape)}, expected [{tokens}]")
+    real = torch.nonzero(mask).flatten()
+    if real.numel() == 0:
+        raise SampleError("attention_mask marks no token as real: the sample is empty")
+    first, last = int(real[0]), int(real[-1])
+    if last - first + 1 != real.numel():
+        raise SampleError("attention_mask has a hole: padding must be on the left or the right only")
+    return slice(first, last + 1)
+
+
+def _storage_form(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Canonical tensors in their storage dtype; anything else as it is."""
+    if name not in CANONICAL:
+        return value
+    rank, dtype = CANONICAL[name]
+    if value.ndim != rank:
+        raise SampleError(f"{name} must have {rank} axes, got shape {list(value.shape)}")
+    if dtype is None:
+        if not value.dtype.is_floating_point:
+            raise SampleError(f"{name} must be floating point, got {value.dtype}")
+        return value
+    if dtype is torch.int32 and (value.dtype.is_floating_point or value.dtype is torch.bool):
+        raise SampleError(f"{name} must be integers, got {value.dtype}")
+    stored = value.to(dtype)
+    if not torch.equal(stored.to(value.dtype), value) or (dtype is torch.uint8 and bool((stored > 1).any())):
+        allowed = "0 and 1" if dtype is torch.uint8 else "32-bit integers"
+        raise SampleError(f"{name} holds values other than {allowed}")
+    return stored
+
+
+def _check_meta(value: Any, where: str, depth: int) -> None:
+    if depth >= MAX_NESTING:
+        raise SampleError(f"{where} is nested deeper than {MAX_NESTING} levels")
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise SampleError(f"{where} has the key {name!r}; keys of metadata are strings")
+            _check_text(name, where)
+            _check_meta(inner, f"{where}.{name}", depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _check_meta(inner, where, depth + 1)
+    elif isinstance(value, str):
+        _check_text(value, where)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**64:
+            raise SampleError(f"{where} holds an integer of more than 64 bits")
+    elif not isinstance(value, (bytes, bool, float, type(None))):
+        raise SampleError(f"{where} is a {type(value).__name__}; metadata holds str, bytes, numbers, lists, dicts")
+
+
+def _check_text(value: str, where: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SampleError(f"{where} holds text that is not valid Unicode: {value!r:.80}") from None

@@ -1,0 +1,250 @@
+"""What all samples of a data set have in common: tensors, dtypes, codecs, rows kept, model facts.
+
+In: the first sample and the writer's codec choice, or the data set block of an existing shard.
+Out: a `Schema` that names every member of a sample, and `DatasetInfo`, the block that every shard
+repeats. Refused: samples with other tensors (SampleError), a schema or model that differs from the
+data set's (SchemaMismatchError, naming the field), a block that FORMAT.md does not allow (FormatError).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hsstream.codecs import codec_from_header, parse_codec
+from hsstream.codecs.base import Codec
+from hsstream.errors import FormatError, SampleError, SchemaMismatchError
+from hsstream.sample import DTYPE_NAMES, DTYPES, HIDDEN_STATES, NAME_PATTERN, ModelInfo, Sample
+
+COMPRESSIONS = ("none", "lz4", "zstd")
+MAX_LAYERS = 9999
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of every sample: shape [S, *trailing], stored by `codec` and `compression`."""
+
+    name: str
+    dtype: torch.dtype
+    trailing: tuple[int, ...]
+    codec: Codec
+    compression: str
+
+    @property
+    def layers(self) -> int | None:
+        """How many members the second axis is split into; None for tensors of one or two axes."""
+        return self.trailing[0] if len(self.trailing) > 1 else None
+
+    @property
+    def member_count(self) -> int:
+        """Members in the tar per sample: one a layer."""
+        return self.layers or 1
+
+    @cached_property
+    def row_shape(self) -> tuple[int, int]:
+        """(V, H): vectors of one row of a member, and values of a vector."""
+        inner = self.trailing[1:] if self.layers else self.trailing
+        vectors = 1
+        for extent in inner[:-1]:
+            vectors *= extent
+        return vectors, (inner[-1] if inner else 1)
+
+    def member_extensions(self) -> list[str]:
+        """What follows `KEY.` in the names of this tensor's members."""
+        if self.layers is None:
+            return [f"{self.name}.{self.codec.name}"]
+        return [f"{self.name}.{layer}.{self.codec.name}" for layer in range(self.layers)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form in a data set block (FORMAT.md section 6)."""
+        return {
+            "name": self.name,
+            "dtype": DTYPE_NAMES[self.dtype],
+            "shape": list(self.trailing),
+            "codec": self.codec.name,
+            "params": self.codec.params(),
+            "compression": self.compression,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> TensorSpec:
+        """Inverse of `to_dict` for untrusted data: raises FormatError naming the field."""
+        if not isinstance(data, Mapping):
+            raise FormatError("a tensor's description is not a map", "bad_field")
+        name = data.get("name")
+        if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
+            raise FormatError(f"tensor name {name!r:.80} is not allowed", "bad_field")
+        dtype, shape, compression = data.get("dtype"), data.get("shape"), data.get("compression")
+        if dtype not in DTYPES:
+            raise FormatError(f"{name}: unknown dtype {dtype!r:.80}", "bad_field")
+        if compression not in COMPRESSIONS:
+            raise FormatError(f"{name}: unknown compression {compression!r:.80}", "unknown_feature")
+        if not _is_shape(shape):
+            raise FormatError(f"{name}: bad shape {shape!r:.80}", "bad_field")
+        codec = codec_from_header(data.get("codec", ""), data.get("params", {}))
+        try:
+            codec.check(DTYPES[dtype])
+        except SampleError as error:
+            raise FormatError(f"{name}: {error}", "bad_field") from None
+        return cls(name, DTYPES[dtype], tuple(shape), codec, compression)
+
+
+def _is_shape(shape: Any) -> bool:
+    return (
+        isinstance(shape, (list, tuple))
+        and len(shape) <= 8
+        and all(type(extent) is int and 1 <= extent < 2**31 for extent in shape)
+        and (len(shape) < 2 or shape[0] <= MAX_LAYERS)
+    )
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The tensors of every sample, in member order."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self.tensors}
+
+    @cached_property
+    def extensions(self) -> list[str]:
+        """What follows `KEY.` in the members of a sample, the header first."""
+        return ["msgpack", *(ext for spec in self.tensors for ext in spec.member_extensions())]
+
+    @cached_property
+    def first_member(self) -> dict[str, int]:
+        """Column of each tensor's first member in an index's table of member sizes."""
+        columns, column = {}, 1
+        for spec in self.tensors:
+            columns[spec.name] = column
+            column += spec.member_count
+        return columns
+
+    def check_sample(self, sample: Sample) -> None:
+        """Refuse a sample whose tensors are not those of the data set (SampleError)."""
+        missing = sorted(set(self.by_name) - set(sample.tensors))
+        extra = sorted(set(sample.tensors) - set(self.by_name))
+        if missing or extra:
+            raise SampleError(
+                "a sample must have the tensors of the first: "
+                f"missing {', '.join(missing) or 'none'}, unexpected {', '.join(extra) or 'none'}"
+            )
+        for name, value in sample.tensors.items():
+            spec = self.by_name[name]
+            if value.dtype != spec.dtype or tuple(value.shape[1:]) != spec.trailing:
+                raise SampleError(
+                    f"{name} is {_describe(value.dtype, value.shape[1:])}, "
+                    f"the first sample's was {_describe(spec.dtype, spec.trailing)}"
+                )
+
+    def require_same(self, other: Schema) -> None:
+        """Raise SchemaMismatchError naming the first tensor and field that differ."""
+        if list(self.by_name) != list(other.by_name):
+            raise SchemaMismatchError(
+                f"tensors differ: the data set has {', '.join(self.by_name)}; found {', '.join(other.by_name)}"
+            )
+        for here, there in zip(self.tensors, other.tensors, strict=True):
+            ours, theirs = here.to_dict(), there.to_dict()
+            for name, value in ours.items():
+                if value != theirs[name]:
+                    raise SchemaMismatchError(
+                        f"{here.name}.{name} differs: the data set has {value!r}, found {theirs[name]!r}"
+                    )
+
+
+def _describe(dtype: torch.dtype, trailing: Sequence[int]) -> str:
+    return f"{DTYPE_NAMES[dtype]} {['S', *trailing]}".replace("'", "")
+
+
+def schema_of(
+    sample: Sample, codec: str | Mapping[str, str], compression: str | Mapping[str, str] | None
+) -> Schema:
+    """The schema that a first sample and the writer's choices fix."""
+    if isinstance(codec, Mapping):
+        unknown = sorted(set(codec) - set(sample.tensors))
+        if unknown:
+            raise SampleError(f"codec names tensors that the sample lacks: {', '.join(unknown)}")
+    specs = []
+    for name, value in sample.tensors.items():
+        chosen = parse_codec(_codec_for(name, codec))
+        chosen.check(value.dtype)
+        spec = TensorSpec(
+            name, value.dtype, tuple(value.shape[1:]), chosen, _compression_for(name, chosen, compression)
+        )
+        if not _is_shape(spec.trailing):
+            raise SampleError(f"{name} has too many axes, or more than {MAX_LAYERS} layers: {list(value.shape)}")
+        specs.append(spec)
+    return Schema(tuple(specs))
+
+
+def _codec_for(name: str, codec: str | Mapping[str, str]) -> str:
+    if isinstance(codec, str):
+        return codec if name in HIDDEN_STATES else "raw"
+    return codec.get(name, "fp8" if name in HIDDEN_STATES else "raw")
+
+
+def _compression_for(name: str, codec: Codec, compression: str | Mapping[str, str] | None) -> str:
+    chosen = compression.get(name) if isinstance(compression, Mapping) else compression
+    if chosen is None:
+        return codec.default_compression
+    if chosen not in COMPRESSIONS:
+        raise SampleError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {chosen!r}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """The data set block, the same in every shard (FORMAT.md section 6).
+
+    last_rows: `all`, or `supervised` when only the rows of `last_hidden_state` that a loss over
+    ttt_length unrolled steps can reach are stored.
+    """
+
+    schema: Schema
+    model: ModelInfo | None = None
+    last_rows: str = "all"
+    ttt_length: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for msgpack and JSON."""
+        block: dict[str, Any] = {
+            "tensors": [spec.to_dict() for spec in self.schema.tensors],
+            "model": self.model.to_dict() if self.model else None,
+            "last_rows": self.last_rows,
+        }
+        if self.ttt_length is not None:
+            block["ttt_length"] = self.ttt_length
+        return block
+
+    @classmethod
+    def from_dict(cls, data: Any) -> DatasetInfo:
+        """Inverse of `to_dict` for untrusted data: raises FormatError."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), (list, tuple)):
+            raise FormatError("the data set block is not a map with tensors", "bad_field")
+        schema = Schema(tuple(TensorSpec.from_dict(entry) for entry in data["tensors"]))
+        if not schema.tensors or len(schema.by_name) != len(schema.tensors):
+            raise FormatError("the data set block has no tensors, or one twice", "bad_field")
+        model, last_rows = data.get("model"), data.get("last_rows", "all")
+        if last_rows not in ("all", "supervised"):
+            raise FormatError(f"unknown last_rows {last_rows!r:.80}", "unknown_feature")
+        try:
+            info = ModelInfo.from_dict(model) if isinstance(model, Mapping) else None
+        except (SampleError, TypeError) as error:
+            raise FormatError(f"bad model facts: {error}", "bad_field") from None
+        return cls(schema, info, last_rows, data.get("ttt_length"))
+
+    def require_same(self, other: DatasetInfo) -> None:
+        """Raise SchemaMismatchError naming the field in which `other` differs."""
+        self.schema.require_same(other.schema)
+        for name in ("last_rows", "ttt_length"):
+            if getattr(self, name) != getattr(other, name):
+                raise SchemaMismatchError(
+                    f"{name} differs: the data set has {getattr(self, name)!r}, found {getattr(other, name)!r}"
+                )
+        (self.model or ModelInfo()).require_same(other.model or ModelInfo())

@@ -1,0 +1,12 @@
+"""Where the bytes are: one `Store` per root, and the way from a path or URL to it.
+
+In: a path or URL with `storage_options`. Out: a `Store` (see `base`). Refused: a URL whose library
+is not installed, unknown options, and names outside the root.
+"""
+
+from __future__ import annotations
+
+from hsstream.storage.base import PendingFile, Store
+from hsstream.storage.opening import open_store, split_urls
+
+__all__ = ["PendingFile", "Store", "open_store", "split_urls"]

@@ -1,0 +1,180 @@
+"""A directory on a local or mounted file system.
+
+In: a path. Out: views into mapped files (or copies by `pread` with `{"mmap": False}`), and files
+published by fsync and link. Refused: a read past the end of a file, before it can become a SIGBUS.
+
+Every read looks at the file's identity first (one `stat`, about a microsecond), so a file that was
+replaced or cut since the last read is mapped again or refused. A view handed out earlier is not
+protected: where files may be cut while they are read (NFS), use `{"mmap": False}`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import threading
+from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hsstream.storage.base import (
+    ForkAware,
+    PendingFile,
+    Store,
+    check_name,
+    check_range,
+    truncated,
+)
+from hsstream.storage.posix import TempFile, discard_stale, file_lock, publish, typed
+
+#: Mapped files kept at once: each holds a file descriptor, and 1,024 is a usual limit for a process.
+_MAX_MAPPED = 128
+
+_Identity = tuple[int, int, int, int]
+
+
+class LocalStore(ForkAware, Store):
+    """Files of one directory; `mmap=False` reads by `pread`, `lock=False` trusts names to be unique."""
+
+    local = True
+
+    def __init__(self, path: str | os.PathLike[str], *, mmap: bool = True, lock: bool = True) -> None:
+        self._root = Path(path)
+        self._use_mmap, self._use_lock = mmap, lock
+        self.url = str(self._root)
+        super().__init__()
+
+    def names(self) -> list[str]:
+        """Files in the directory that do not start with a dot; a missing directory has none."""
+        with typed("list the directory", self._root):
+            if not self._root.exists():
+                return []
+            with os.scandir(self._root) as entries:
+                return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_file())
+
+    def size(self, name: str) -> int:
+        """Bytes of the file."""
+        path = self._path(name)
+        with typed("read", path):
+            return path.stat().st_size
+
+    def read(self, name: str, start: int, stop: int) -> memoryview:
+        """A read-only view of [start, stop) of the mapped file, or a copy with `mmap=False`."""
+        path = self._path(name)
+        check_range(str(path), start, stop)
+        with typed("read", path):
+            if self._use_mmap:
+                return self._view(path, start, stop)
+            return _pread(path, start, stop)
+
+    def create(self, name: str) -> PendingFile:
+        """A temp file in the directory itself, so that publishing is one link."""
+        return _LocalPending(self._root, check_name(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Temp file, fsync, rename."""
+        pending = self.create(name)
+        try:
+            pending.file.write(data)
+            pending.publish(overwrite=True)
+        finally:
+            pending.discard()
+
+    def remove(self, name: str) -> None:
+        """Unlink; a missing file is fine."""
+        path = self._path(name)
+        with typed("remove", path):
+            path.unlink(missing_ok=True)
+
+    def lock(self, name: str) -> AbstractContextManager[None]:
+        """`flock` on `.NAME.lock`; the kernel drops it when the process dies."""
+        if not self._use_lock:
+            return nullcontext()
+        return file_lock(self._root / f".{check_name(name)}.lock", name)
+
+    def discard_stale(self, prefix: str) -> int:
+        """Remove temp files of dead writers; those of living ones are locked and stay."""
+        return discard_stale(self._root, prefix)
+
+    def free_bytes(self) -> int | None:
+        """Free space of the file system for this user (quotas are not known)."""
+        existing = next(p for p in (self._root.absolute(), *self._root.absolute().parents) if p.exists())
+        with typed("ask for free space", existing):
+            return shutil.disk_usage(existing).free
+
+    def close(self) -> None:
+        """Forget the mappings; views handed out stay valid."""
+        with self._guard:
+            self._mapped.clear()
+
+    def renew(self) -> None:
+        """Fresh lock and no mappings: called at the start and in every forked child."""
+        self._guard = threading.Lock()
+        self._mapped: OrderedDict[str, tuple[_Identity, memoryview]] = OrderedDict()
+
+    def _path(self, name: str) -> Path:
+        return self._root / check_name(name)
+
+    def _view(self, path: Path, start: int, stop: int) -> memoryview:
+        name, status = path.name, path.stat()
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if stop > status.st_size:
+            raise truncated(str(path), stop, status.st_size)
+        with self._guard:
+            known = self._mapped.get(name)
+            if known is None or known[0] != identity:
+                known = (identity, _map(path))
+                self._mapped[name] = known
+            self._mapped.move_to_end(name)
+            while len(self._mapped) > _MAX_MAPPED:
+                self._mapped.popitem(last=False)
+        view = known[1][start:stop]
+        if len(view) != stop - start:
+            raise truncated(str(path), stop, len(known[1]))
+        return view
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self._root, "mmap": self._use_mmap, "lock": self._use_lock}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+class _LocalPending(PendingFile):
+    def __init__(self, root: Path, name: str) -> None:
+        self._final = root / name
+        self._temp = TempFile(root, name)
+        self.file = self._temp.file
+
+    def publish(self, overwrite: bool = False) -> None:
+        self._temp.sync()
+        publish(self._temp.path, self._final, overwrite)
+        self._temp.close()
+
+    def discard(self) -> None:
+        self._temp.discard()
+
+
+def _map(path: Path) -> memoryview:
+    """A view of the whole file; the view keeps the mapping alive after it leaves the cache."""
+    with path.open("rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _pread(path: Path, start: int, stop: int) -> memoryview:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if stop > size:
+            raise truncated(str(path), stop, size)
+        view = memoryview(bytearray(stop - start))
+        done = 0
+        while done < len(view):
+            count = os.preadv(file.fileno(), [view[done:]], start + done)
+            if count == 0:
+                raise truncated(str(path), stop, start + done)
+            done += count
+        return view.toreadonly()

@@ -1,0 +1,94 @@
+"""From a root or shard URLs to a store.
+
+In: a path, a `file://` path or a URL; for shards a URL with braces. Out: a `Store`, or the root and
+the file names below it. Refused: braces anywhere but in the last part of a URL, malformed ranges.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import product
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from hsstream.errors import StorageError
+from hsstream.storage.base import Store
+from hsstream.storage.local import LocalStore
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+#: More names than this from one pattern is a slip of the keyboard, not a data set.
+_MAX_NAMES = 1_000_000
+
+
+def open_store(root: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
+    """The store of one root; nothing is contacted yet."""
+    options = dict(storage_options or {})
+    text = os.fspath(root)
+    scheme = scheme_of(text)
+    if scheme in ("", "file"):
+        return _open_local(text if not scheme else _file_path(text), options)
+    raise StorageError(f"unknown scheme {scheme}://")
+
+
+def scheme_of(text: str) -> str:
+    """The scheme in lower case, or "" for a plain path."""
+    match = _SCHEME.match(text)
+    return match.group(1).lower() if match else ""
+
+
+def _open_local(path: str, options: dict[str, Any]) -> LocalStore:
+    return LocalStore(path, mmap=bool(options.get("mmap", True)), lock=bool(options.get("lock", True)))
+
+
+def _file_path(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise StorageError(f"{url}: expected file:///absolute/path, found the host {parts.netloc!r}")
+    return unquote(parts.path)
+
+
+def split_urls(url: str) -> tuple[str, list[str]]:
+    """The root and the file names of a shard URL or path, with `{000..099}` and `{a,b}` expanded."""
+    base, query = _split_query(url)
+    root, slash, last = base.rpartition("/")
+    if "{" in root or "}" in root:
+        raise StorageError(f"{url}: braces may stand in the file name only, not in the directory")
+    if not last:
+        raise StorageError(f"{url}: expected a shard file name after the last slash")
+    return (root or slash or ".") + query, _expand(last)
+
+
+def _split_query(url: str) -> tuple[str, str]:
+    if scheme_of(url) not in ("http", "https"):
+        return url, ""
+    base, mark, query = url.partition("?")
+    return base, mark + query
+
+
+def _expand(text: str) -> list[str]:
+    pieces = _BRACES.split(text)
+    if any("{" in fixed or "}" in fixed for fixed in pieces[::2]):
+        raise StorageError(f"{text}: the braces are not balanced")
+    choices = [[piece] if i % 2 == 0 else _choices(piece, text) for i, piece in enumerate(pieces)]
+    total = 1
+    for options in choices:
+        total *= len(options)
+    if total > _MAX_NAMES:
+        raise StorageError(f"{text}: expected at most {_MAX_NAMES} names, found {total}")
+    return ["".join(parts) for parts in product(*choices)]
+
+
+def _choices(inner: str, text: str) -> list[str]:
+    match = _RANGE.fullmatch(inner)
+    if not match:
+        return inner.split(",")
+    first, last = match.groups()
+    if int(last) < int(first):
+        raise StorageError(f"{text}: expected a rising range, found {{{inner}}}")
+    if int(last) - int(first) >= _MAX_NAMES:
+        raise StorageError(f"{text}: expected at most {_MAX_NAMES} names, found {{{inner}}}")
+    width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+    return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]

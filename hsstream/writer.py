@@ -1,0 +1,298 @@
+"""ShardWriter: samples in, sealed shards and a committed data set out.
+
+In: a key, token-first tensors, an optional attention mask, metadata. Out: shards under one root and,
+on `close`, the consolidated index and manifest.json. Refused with a typed, located error and without
+any effect on what was written before: samples the format cannot hold (SampleError), an existing data
+set with another schema or model (SchemaMismatchError), a place that cannot be written (StorageError).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hsstream.appender import Appender, Sealed, ShardLimits
+from hsstream.errors import HsStreamError, NonFiniteError, SampleError, StorageFullError, located
+from hsstream.header import pack, unpack
+from hsstream.manifest import combine, commit_all, read_shard_indexes
+from hsstream.record import PlainRecord, encode, reachable_runs, seal
+from hsstream.sample import ModelInfo, Sample, prepare_sample
+from hsstream.schema import DatasetInfo, schema_of
+from hsstream.shard import ShardIndex
+from hsstream.storage import Store, open_store
+from hsstream.table import facts_of
+from hsstream.version import WRITER
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+QUEUE_BYTES = 256 << 20
+#: Tar headers, sample headers and index, relative to the payloads.
+OVERHEAD = 1.01
+
+
+@dataclass
+class WriterStats:
+    """What a writer has done. nbytes: of sealed shards; skipped: (key, reason) of refused samples."""
+
+    samples: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    shards: int = 0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+
+class ShardWriter:
+    """Writes samples to shards of a data set, in the order of `write()`.
+
+    Args:
+        root: directory or URL of the data set; created when missing, continued when it exists.
+        codec: codec of `aux_hidden_states` and `last_hidden_state`, or a map by tensor name.
+        compression: `lz4`, `zstd` or `none` for all tensors, a map by name, or None: the codec's own.
+        model: facts about the captured model, the same for the whole data set.
+        shard_bytes: a shard is sealed before it would grow past this size.
+        name: shards are called NAME-000000.tar, ...; several writers of one root need different names.
+        threads: threads that compress and hash.
+        storage_options: for the store of `root`.
+        commit: write index and manifest on close; False leaves that to `hsstream index ROOT`.
+        expected_tokens: refuse to start when that many tokens cannot fit.
+        on_nonfinite: `raise` on NaN or Inf, or `skip` the sample and count it in `stats()`.
+        last_rows: `all`, or `supervised` to keep only the rows of `last_hidden_state` that a loss over
+            `ttt_length` unrolled steps can reach.
+        shard_samples: a shard is sealed at this many samples.
+
+    Raises:
+        StorageError: root not writable, or another writer of this name is open.
+        SchemaMismatchError: the data set there was captured from another model.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        codec: str | Mapping[str, str] = "fp8",
+        compression: str | Mapping[str, str] | None = None,
+        model: ModelInfo | None = None,
+        shard_bytes: int = 1 << 30,
+        name: str = "hs",
+        threads: int = 2,
+        storage_options: dict[str, Any] | None = None,
+        commit: bool = True,
+        expected_tokens: int | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        last_rows: Literal["all", "supervised"] = "all",
+        ttt_length: int = 7,
+        shard_samples: int = 100_000,
+    ) -> None:
+        _check_arguments(
+            name,
+            {
+                "on_nonfinite": (on_nonfinite, ("raise", "skip")),
+                "last_rows": (last_rows, ("all", "supervised")),
+            },
+            {
+                "threads": threads,
+                "shard_bytes": shard_bytes,
+                "shard_samples": shard_samples,
+                "ttt_length": ttt_length,
+            },
+        )
+        self._codec, self._compression, self._model = codec, compression, model
+        self._name, self._threads, self._commit = name, threads, commit
+        self._limits = ShardLimits(shard_bytes, shard_samples)
+        self._expected_tokens, self._on_nonfinite = expected_tokens, on_nonfinite
+        self._last_rows, self._ttt_length = last_rows, ttt_length if last_rows != "all" else None
+        self._skipped: list[tuple[str, str]] = []
+        self._samples = self._tokens = 0
+        self._appender: Appender | None = None
+        self._closed = False
+        self._store = open_store(root, storage_options)
+        with ExitStack() as stack:
+            stack.enter_context(self._store.lock(name))
+            self._store.discard_stale(f"{name}-")
+            self._known, self._info = _existing(self._store)
+            if self._info is not None and model is not None:
+                (self._info.model or ModelInfo()).require_same(model)
+            self._keys = {key for index in self._known.values() for key in index.table.keys}
+            self._next_number = _next_number(self._known, name)
+            self._stack = stack.pop_all()
+
+    def write(
+        self,
+        key: str,
+        tensors: Mapping[str, Any],
+        attention_mask: Any = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Validate and encode one sample; on return the inputs may be reused.
+
+        Args:
+            key: 1 to 56 characters of A-Z a-z 0-9 _ -, unique in the data set.
+            tensors: name -> tensor or array with the token axis [S] first; `input_ids` [S] integers,
+                `loss_mask` [S] 0/1, `aux_hidden_states` [S, L, H], `last_hidden_state` [S, H], others
+                of any trailing shape.
+            attention_mask: [S], non-zero means real; padding on either side is dropped, never stored.
+            meta: small msgpack-able metadata, given back with the sample.
+
+        Raises:
+            SampleError: the format cannot hold this sample; nothing of it was written.
+            StorageError: an earlier sample could not be written.
+        """
+        if self._closed:
+            raise SampleError("the writer is closed")
+        if self._appender is not None:
+            self._appender.check()
+        with located(key=key if isinstance(key, str) else None):
+            sample = prepare_sample(key, tensors, attention_mask, meta)
+            if key in self._keys:
+                raise SampleError("this key was already written: test `key in writer` before writing")
+            self._write(sample)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether this key is sealed by an earlier run, or was written by this one."""
+        return key in self._keys
+
+    def stats(self) -> WriterStats:
+        """Samples and tokens accepted by this writer; bytes and shards it has sealed."""
+        sealed = self._appender.sealed if self._appender else Sealed()
+        return WriterStats(
+            self._samples, self._tokens, sealed.nbytes, len(sealed.shards), list(self._skipped)
+        )
+
+    def close(self) -> None:
+        """Seal what was written and, with `commit`, make it the data set's; further calls do nothing.
+
+        Raises:
+            StorageError: something could not be written or published; what was sealed is intact.
+        """
+        self._finish(self._commit)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            # The caller's exception must not be replaced, and a broken-off run is not committed.
+            self._finish(commit=False)
+        except HsStreamError as failure:
+            warnings.warn(f"while leaving the writer: {failure}", RuntimeWarning, stacklevel=2)
+
+    def _finish(self, commit: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self._stack:
+            if self._appender is not None:
+                self._appender.finish()
+                self._known |= self._appender.sealed.shards
+            if commit and self._known:
+                commit_all(self._store, self._known)
+
+    def _write(self, sample: Sample) -> None:
+        info = self._info_for(sample)
+        try:
+            plain = encode(sample, info.schema, _runs(sample, info))
+        except NonFiniteError as error:
+            if self._on_nonfinite == "raise":
+                raise
+            self._skipped.append((sample.key, str(error)))
+            return
+        self._started(info, plain).put(plain, facts_of(sample))
+        self._keys.add(sample.key)
+        self._samples += 1
+        self._tokens += sample.tokens
+
+    def _info_for(self, sample: Sample) -> DatasetInfo:
+        """The data set block: fixed by the first sample, which must agree with what is at the root."""
+        if self._appender is not None and self._info is not None:
+            self._info.schema.check_sample(sample)
+            return self._info
+        schema = schema_of(sample, self._codec, self._compression)
+        if self._info is None:
+            info = DatasetInfo(schema, self._model, self._last_rows, self._ttt_length)
+            # As a reader will see it: tuples become lists, and what msgpack cannot hold is refused.
+            return DatasetInfo.from_dict(_plain(info))
+        model = self._model or self._info.model
+        self._info.require_same(DatasetInfo(schema, model, self._last_rows, self._ttt_length))
+        return self._info
+
+    def _started(self, info: DatasetInfo, plain: PlainRecord) -> Appender:
+        if self._appender is None:
+            if self._expected_tokens is not None:
+                _check_fits(self._store, self._expected_tokens, plain)
+            self._info = info
+            self._appender = Appender(
+                self._store, info, self._next_name, self._limits, WRITER, self._threads, QUEUE_BYTES
+            )
+        return self._appender
+
+    def _next_name(self) -> str:
+        self._next_number += 1
+        return f"{self._name}-{self._next_number - 1:06d}.tar"
+
+
+def _check_arguments(
+    name: str, choices: Mapping[str, tuple[str, tuple[str, ...]]], counts: Mapping[str, int]
+) -> None:
+    if not NAME_PATTERN.fullmatch(name):
+        raise ValueError(f"name must be 1 to 64 characters of A-Z a-z 0-9 _ -, got {name!r}")
+    for what, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
+    for what, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{what} must be at least 1, got {count}")
+
+
+def _existing(store: Store) -> tuple[dict[str, ShardIndex], DatasetInfo | None]:
+    """The sealed shards at the root, committed or not, and the data set block they agree on."""
+    names = [name for name in store.names() if name.endswith(".tar")]
+    if not names:
+        return {}, None
+    known = read_shard_indexes(store, names)
+    return known, combine(known.items()).info
+
+
+def _next_number(known: Mapping[str, ShardIndex], name: str) -> int:
+    pattern = re.compile(re.escape(name) + r"-(\d{6,})\.tar")
+    matches = [pattern.fullmatch(shard) for shard in known]
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
+
+
+def _plain(info: DatasetInfo) -> Any:
+    try:
+        return unpack(pack(info.to_dict()), "the data set block")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SampleError(f"model facts must be plain data: {error}") from None
+
+
+def _runs(sample: Sample, info: DatasetInfo) -> dict[str, NDArray[np.int64]]:
+    if info.last_rows == "all":
+        return {}
+    if "loss_mask" not in sample.tensors or "last_hidden_state" not in sample.tensors:
+        raise SampleError('last_rows="supervised" needs loss_mask and last_hidden_state')
+    runs = reachable_runs(sample.tensors["loss_mask"], info.ttt_length or 0)
+    return {"last_hidden_state": runs}
+
+
+def _check_fits(store: Store, expected_tokens: int, first: PlainRecord) -> None:
+    """Refuse to start what cannot fit, judged by the stored bytes a token of the first sample."""
+    free = store.free_bytes()
+    stored = sum(len(piece) for pieces in seal(first).payloads for piece in pieces)
+    need = int(stored / first.tokens * expected_tokens * OVERHEAD)
+    if free is not None and need > free:
+        raise StorageFullError(
+            f"{store.url}: {expected_tokens} tokens need about {need / 1e9:.1f} GB, {free / 1e9:.1f} GB "
+            "are free: choose a smaller codec, fewer tokens or another place"
+        )
