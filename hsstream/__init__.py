@@ -4,6 +4,8 @@ The public names, and nothing else; the rooms behind them are described in DESIG
 FORMAT.md.
 """
 
+from hsstream.batch import Batch
+from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import (
     CorruptDataError,
     FormatError,
@@ -25,9 +27,11 @@ from hsstream.version import __version__
 from hsstream.writer import ShardWriter
 
 __all__ = [
+    "Batch",
     "Batching",
     "CorruptDataError",
     "FormatError",
+    "HiddenStateDataset",
     "HsStreamError",
     "ModelInfo",
     "NonFiniteError",

@@ -28,8 +28,8 @@ from hsstream.errors import (
     StorageError,
     located,
 )
-from hsstream.header import FORMAT_VERSION, check_version, column, pack, unpack
-from hsstream.schema import DatasetInfo
+from hsstream.header import FORMAT_VERSION, Header, check_version, column, pack, unpack
+from hsstream.schema import DatasetInfo, Schema
 from hsstream.shard import TAIL_BYTES, ShardIndex, read_index
 from hsstream.storage import Store
 from hsstream.table import SampleTable
@@ -365,3 +365,17 @@ def commit_all(store: Store, known: Mapping[str, ShardIndex] | None = None) -> D
         index = from_shards(store, shard_names(store), known)
         commit(store, index)
     return index
+
+
+def check_header(header: Header, info: DatasetInfo, expected: int) -> None:
+    """Refuse a sample header that is not the one the index was made from (`manifest_mismatch`)."""
+    if header.xxh3 != expected:
+        raise FormatError(
+            "the sample's header is not the one in the index: the shard was replaced; "
+            "run `hsstream index ROOT`",
+            "manifest_mismatch",
+        )
+    try:
+        info.schema.require_same(Schema(tuple(tensor.spec for tensor in header.tensors.values())))
+    except SchemaMismatchError as error:
+        raise FormatError(f"the sample does not follow its data set: {error}", "bad_field") from None

@@ -7,15 +7,15 @@ follow FORMAT.md or do not match their hashes (FormatError), unreachable places 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hsstream.errors import FormatError, located
-from hsstream.header import Header
-from hsstream.manifest import DatasetIndex, open_dataset
-from hsstream.record import deliver, read_tensor
+from hsstream.errors import located
+from hsstream.header import Header, TensorHeader
+from hsstream.manifest import DatasetIndex, check_header, open_dataset
+from hsstream.record import Payload, check_member_size, deliver, read_tensor
 from hsstream.sample import Sample
 from hsstream.storage import open_store
 
@@ -71,21 +71,26 @@ class ShardReader:
         with located(shard=shard, key=table.keys[number]):
             header = self._header(shard, number)
             chosen = _token_range(tokens, header.tokens)
-            tensors = {}
-            for name, tensor in header.tensors.items():
-                column = self._index.info.schema.first_member[name]
-
-                def payload(member: int, first: int, last: int, column: int = column) -> memoryview:
-                    start, _ = table.member_range(number, column + member)
-                    return self._store.read(shard, start + first, start + last)
-
-                tensors[name] = deliver(name, read_tensor(tensor, payload, chosen))
+            tensors = {
+                name: deliver(name, read_tensor(tensor, self._payloads(shard, number, tensor), chosen))
+                for name, tensor in header.tensors.items()
+            }
             return Sample(header.key, tensors, header.meta)
+
+    def _payloads(self, shard: str, number: int, tensor: TensorHeader) -> Callable[[int], Payload]:
+        table, first = self._index.table, self._index.info.schema.first_member[tensor.spec.name]
+
+        def payload_of(member: int) -> Payload:
+            start, stop = table.member_range(number, first + member)
+            check_member_size(tensor, member, stop - start)
+            return lambda a, b: self._store.read(shard, start + a, start + b)
+
+        return payload_of
 
     def _header(self, shard: str, number: int) -> Header:
         table = self._index.table
         header = Header.parse(self._store.read(shard, *table.member_range(number, 0)))
-        check_header(header, self._index, number)
+        check_header(header, self._index.info, int(table.hashes["header_xxh3"][number]))
         return header
 
     def _number(self, sample: int | str) -> int:
@@ -102,16 +107,6 @@ class ShardReader:
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {key: number for number, key in enumerate(self._index.table.keys)}
-
-
-def check_header(header: Header, index: DatasetIndex, number: int) -> None:
-    """Refuse a header that is not the one the index was made from (`manifest_mismatch`)."""
-    if header.xxh3 != int(index.table.hashes["header_xxh3"][number]):
-        raise FormatError(
-            "the sample's header is not the one in the index: the shard was replaced; "
-            "run `hsstream index ROOT`",
-            "manifest_mismatch",
-        )
 
 
 def _token_range(tokens: slice | None, count: int) -> range:

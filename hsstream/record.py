@@ -175,21 +175,21 @@ def seal(plain: PlainRecord) -> Record:
         return Record(header, header.pack(), payloads)
 
 
+#: payload(start, stop): those bytes of one member's payload.
+Payload = Callable[[int, int], memoryview]
+
+
 def read_rows(
-    tensor: TensorHeader, member: int, payload: memoryview, tokens: range, write: RowWriter
+    tensor: TensorHeader, member: int, payload: Payload, tokens: range, write: RowWriter
 ) -> None:
     """Decode tokens [tokens.start, tokens.stop) of one member by `write`, whose row 0 is tokens.start.
 
-    payload: the bytes of exactly the blocks `tensor.blocks_for(tokens.start, tokens.stop)`.
-    Rows that were not stored are left alone.
+    Block by block, so that codes stay in the cache between hash and decode. Rows that were not
+    stored are left alone.
     """
-    first_block, last_block = tensor.blocks_for(tokens.start, tokens.stop)
-    base, stop = tensor.block_bytes(member, first_block, last_block)
-    if len(payload) != stop - base:
-        raise FormatError(f"a member has {len(payload)} bytes, its header says {stop - base}", "bad_length")
-    for block in range(first_block, last_block):
+    for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
         first, last = tensor.block_bytes(member, block, block + 1)
-        codes, scales, extras = _load(tensor, member, block, payload[first - base : last - base])
+        codes, scales, extras = _load(tensor, member, block, payload(first, last))
         for start, lo, hi in _segments(tensor, block, tokens):
             _write_rows(tensor.spec, write, (start, lo, hi), codes, scales, extras)
 
@@ -247,22 +247,20 @@ def _segments(tensor: TensorHeader, block: int, tokens: range) -> Iterator[tuple
 
 
 def read_tensor(
-    tensor: TensorHeader, payload: Callable[[int, int, int], memoryview], tokens: range
+    tensor: TensorHeader, payload_of: Callable[[int], Payload], tokens: range
 ) -> torch.Tensor:
     """Tokens [start, stop) of a whole tensor in its source dtype, before `deliver`.
 
-    payload(member, first, last) gives those bytes of a member's payload.
+    payload_of(member) gives access to the bytes of one of its members.
     """
     spec = tensor.spec
-    blocks = tensor.blocks_for(tokens.start, tokens.stop)
     make = torch.empty if tensor.row_runs is None else torch.zeros
     out = make((len(tokens), *spec.trailing), dtype=spec.dtype)
-    for member in range(spec.member_count):
-        view = out[:, member] if spec.layers else out
-        write = spec.codec.value_writer(view.view(len(tokens), *spec.row_shape), spec.dtype)
-        with located(tensor=spec.name):
-            first, last = tensor.block_bytes(member, *blocks)
-            read_rows(tensor, member, payload(member, first, last), tokens, write)
+    with located(tensor=spec.name):
+        for member in range(spec.member_count):
+            view = out[:, member] if spec.layers else out
+            write = spec.codec.value_writer(view.view(len(tokens), *spec.row_shape), spec.dtype)
+            read_rows(tensor, member, payload_of(member), tokens, write)
     return out
 
 
@@ -291,8 +289,14 @@ def _tensor_from_members(tensor: TensorHeader, tokens: int, members: Mapping[str
     if missing:
         raise FormatError(f"the sample lacks its member {missing[0]}", "missing_member")
     views = [memoryview(members[extension]) for extension in extensions]
-    for view, size in zip(views, tensor.stored.sum(axis=1).tolist(), strict=True):
-        if len(view) != size:
-            raise FormatError(f"a member has {len(view)} bytes, its header says {size}", "bad_length")
-    value = read_tensor(tensor, lambda member, first, last: views[member][first:last], range(tokens))
+    for member, view in enumerate(views):
+        check_member_size(tensor, member, len(view))
+    value = read_tensor(tensor, lambda member: lambda a, b: views[member][a:b], range(tokens))
     return deliver(tensor.spec.name, value)
+
+
+def check_member_size(tensor: TensorHeader, member: int, nbytes: int) -> None:
+    """Refuse a member whose payload is not as long as its header says."""
+    size = int(tensor.ends[member, -1]) if tensor.stored.shape[1] else 0
+    if nbytes != size:
+        raise FormatError(f"a member has {nbytes} bytes, its header says {size}", "bad_length")

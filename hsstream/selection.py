@@ -7,6 +7,7 @@ a filter dropped. Refused: unknown or repeated keys, ranges outside the data set
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from math import floor
@@ -42,12 +43,13 @@ def select_samples(keys: Sequence[str], select: Select) -> IntArray:
         return _by_range(len(keys), select)
     if isinstance(select, tuple) and len(select) == 3 and select[0] == "split":
         return _by_split(keys, *select[1:])
-    if isinstance(select, str) or not isinstance(select, Sequence):  # type: ignore[unreachable]
+    names = [] if isinstance(select, str) else [key for key in select if isinstance(key, str)]
+    if isinstance(select, str) or len(names) != len(select):
         raise SampleError(
             "select must be None, a list of keys, a range, a slice or ('split', 'train', 0.99), "
             f"found {select!r}"
         )
-    return _by_key(keys, select)
+    return _by_key(keys, names)
 
 
 def _by_range(count: int, select: range) -> IntArray:
@@ -79,7 +81,7 @@ def _by_key(keys: Sequence[str], select: Sequence[str]) -> IntArray:
     if unknown:
         raise SampleError(f"{len(unknown)} selected keys are not in the data set: {_some(unknown)}")
     if len(set(select)) != len(select):
-        repeated = sorted({key for key in select if list(select).count(key) > 1})
+        repeated = [key for key, times in Counter(select).items() if times > 1]
         raise SampleError(f"{len(repeated)} keys are selected more than once: {_some(repeated)}")
     return np.fromiter((number_of[key] for key in select), np.int64, len(select))
 

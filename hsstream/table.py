@@ -92,12 +92,16 @@ class SampleTable:
         result: NDArray[np.int64] = (TAR_BLOCK + _padded(self.sizes)).sum(axis=1)
         return result
 
+    def member_starts(self, sample: int) -> NDArray[np.int64]:
+        """Where in the shard the payload of each member of a sample begins: [M]."""
+        taken = TAR_BLOCK + _padded(self.sizes[sample])
+        result: NDArray[np.int64] = self.offset[sample] + TAR_BLOCK + np.cumsum(taken) - taken
+        return result
+
     def member_range(self, sample: int, member: int) -> tuple[int, int]:
         """Byte range in the shard of one member's payload."""
-        sizes = self.sizes[sample]
-        before = TAR_BLOCK * (member + 1) + int(_padded(sizes[:member]).sum())
-        start = int(self.offset[sample]) + before
-        return start, start + int(sizes[member])
+        start = int(self.member_starts(sample)[member])
+        return start, start + int(self.sizes[sample, member])
 
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
         """The samples `rows`, in that order."""

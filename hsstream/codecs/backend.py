@@ -1,7 +1,7 @@
 """Which form of the arithmetic runs, and the tensors as a kernel sees them.
 
 In: nothing, or host tensors. Out: the module `hsstream.codecs.kernels` where numba can be used, None
-(after one warning) where the torch forms must do; flat views; the exception for a kernel's status.
+(after one warning) where the torch forms must do; flat views; the exception for a status.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 
 from hsstream.errors import CorruptDataError, HsStreamError, SampleError
 
-#: What a kernel returns.
+#: What decoding returns, by kernel and by torch form.
 OK, BAD_CODE, BAD_SCALE, OVERFLOW = range(4)
 
-#: Float dtypes of 8-bit codecs, as sources and as delivered dtypes.
+#: Float dtypes of the 8-bit codecs, as sources and as delivered dtypes.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-#: The dtype under which NumPy and the kernels see each of them; the bits are the same.
+#: Bits of the first float32 that rounds to infinity in each of them: half an ulp above the largest value.
+FIRST_INFINITE = {torch.bfloat16: 0x7F7F8000, torch.float16: 0x477FF000, torch.float32: 0x7F800000}
+
+#: The dtype under which NumPy and the kernels see each dtype; the bits are the same.
 _VIEWS: dict[torch.dtype, tuple[torch.dtype, type[np.generic]]] = {
     torch.bfloat16: (torch.int16, np.uint16),
     torch.float16: (torch.int16, np.int16),
@@ -37,7 +40,7 @@ _VIEWS: dict[torch.dtype, tuple[torch.dtype, type[np.generic]]] = {
 def kernels() -> Any:
     """The module of numba kernels; None where numba is missing or NUMBA_DISABLE_JIT is set.
 
-    Imported on first use: numba takes 0.4 s, which a process that only plans or lists need not pay.
+    Imported on first use: it takes 0.3 s, which a process that only plans or lists need not pay.
     """
     reason = "NUMBA_DISABLE_JIT is set"
     if os.environ.get("NUMBA_DISABLE_JIT", "0") == "0":
@@ -54,19 +57,24 @@ def kernels() -> Any:
     return None
 
 
+def numpy_dtype(dtype: torch.dtype) -> type[np.generic]:
+    """The dtype of `flat_view` for tensors of `dtype`: uint16 for bfloat16, int16 for float16."""
+    return _VIEWS[dtype][1]
+
+
 def flat_view(rows: torch.Tensor) -> NDArray[Any]:
     """`rows` [S, V, H] as one dense array from its first value to its last, whatever lies between rows."""
+    torch_view, numpy_view = _VIEWS[rows.dtype]
     if not rows.numel():
-        return np.empty(0, _VIEWS[rows.dtype][1])
+        return np.empty(0, numpy_view)
     if rows.shape[2] > 1 and rows.stride(2) != 1:
         raise SampleError(f"the last axis must be dense, found strides {rows.stride()}")
     length = 1 + sum((size - 1) * step for size, step in zip(rows.shape, rows.stride(), strict=True))
-    torch_view, numpy_view = _VIEWS[rows.dtype]
     return rows.detach().as_strided((length,), (1,)).view(torch_view).numpy().view(numpy_view)
 
 
 def status_error(status: int, source: torch.dtype, deliver: torch.dtype) -> HsStreamError:
-    """The exception for a kernel's status other than OK."""
+    """The exception for a status other than OK."""
     if status == BAD_CODE:
         return CorruptDataError("found a code that no encoder writes", reason="bad_code")
     if status == BAD_SCALE:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hsstream.plan.lanes import Walk
 from hsstream.plan.policy import Batching, IntArray
@@ -44,8 +45,8 @@ def windows(begins: IntArray, window: int, stream: Stream) -> IntArray:
     """Window of every place of a walk, numbered through all lanes, int64 [N].
 
     Every lane is divided into windows of one size as near to `window` as its samples allow: a short
-    last window would waste more padding than windows a little larger. The first is up to a quarter
-    longer or shorter, at random, the last the other way, so that windows differ between epochs.
+    last window would waste more padding than windows a little larger. The first is up to half as
+    long again or half shorter, at random, the last the other way, so that an epoch has other windows.
     """
     sizes = np.diff(begins)
     count = np.maximum(1, (2 * sizes + window) // (2 * window))
@@ -53,7 +54,7 @@ def windows(begins: IntArray, window: int, stream: Stream) -> IntArray:
     lane = lane_numbers(begins)
     place = np.arange(begins[-1]) - begins[:-1][lane]
     place *= count[lane]
-    place -= (phase * sizes // 2048)[lane]
+    place -= (phase * sizes // 1024)[lane]
     place //= np.maximum(1, sizes)[lane]
     np.clip(place, 0, (count - 1)[lane], out=place)
     place += (np.cumsum(count) - count)[lane]
@@ -104,21 +105,26 @@ def _cut_rows(lengths: list[int], budget: int) -> list[int]:
     return begins
 
 
-def cut(samples: IntArray, begins: IntArray, window_of: IntArray, cutter: Cutter, flush: bool) -> Pieces:
-    """Micro-batches of every lane of a sequence; the last of a lane is left over unless `flush`."""
+def cut(samples: IntArray, begins: IntArray, window_of: IntArray, cutter: Cutter, full: int) -> Pieces:
+    """Micro-batches of every lane of a sequence; the last of a lane is left over when it has fewer
+    than `full` samples."""
     firsts = [low + cutter(samples[low:high]) for low, high in pairwise(begins.tolist())]
-    first = np.concatenate([*firsts, np.zeros(0, np.int64)]).astype(np.int64)
+    first = np.concatenate(firsts)
     lane = np.repeat(np.arange(len(firsts)), [len(part) for part in firsts])
     counts = np.diff(np.append(first, len(samples)))
-    left = np.zeros(len(first), bool)
-    if not flush:
-        left[np.cumsum([len(part) for part in firsts]) - 1] = True
-    kept = ~left
-    return Pieces(
-        samples,
-        first[kept],
-        counts[kept],
-        window_of[first[kept]],
-        lane[kept],
-        samples[np.repeat(left, counts)],
-    )
+    is_last = np.diff(lane, append=len(firsts)) > 0
+    return pieces(samples, first, counts, window_of[first], lane, is_last & (counts < full))
+
+
+def pieces(
+    samples: IntArray,
+    begins: IntArray,
+    counts: IntArray,
+    window_of: IntArray,
+    lane_of: IntArray,
+    is_left: npt.NDArray[np.bool_],
+) -> Pieces:
+    """`Pieces` of consecutive micro-batches, those that are left over taken apart."""
+    kept = ~is_left
+    left = samples[np.repeat(is_left, counts)]
+    return Pieces(samples, begins[kept], counts[kept], window_of[kept], lane_of[kept], left)

@@ -16,7 +16,7 @@ import numpy as np
 
 from hsstream.errors import SampleError
 from hsstream.plan.cut import Pieces, cut, cutter, sort_windows, windows
-from hsstream.plan.lanes import Walk, in_storage_order, shuffled
+from hsstream.plan.lanes import Walk, walk_lanes
 from hsstream.plan.pack import pack
 from hsstream.plan.policy import Batching, IntArray, Lengths, Order, as_ints
 from hsstream.plan.rng import Stream
@@ -42,33 +42,40 @@ def plan_epoch(lengths: Lengths, shards: Lengths, batching: Batching, order: Ord
     if len(tokens) != len(shard_of):
         raise SampleError(f"expected a shard for every length, found {len(shard_of)} for {len(tokens)}")
     padded = batching.padded(tokens)
-    if not order.shuffle or len(tokens) == 0:
-        pieces = _stored(padded, batching)
-        return _plan([pieces], [np.arange(len(pieces.begins))], tokens, batching, 1)
-    walk = _walk(shard_of, padded, batching, order, Stream(order.seed, epoch))
-    return _shuffled(walk, padded, tokens, batching, order, Stream(order.seed, epoch))
+    if len(tokens) == 0 or not order.shuffle:
+        return _stored(padded, tokens, batching)
+    return _shuffled(shard_of, padded, tokens, batching, order, Stream(order.seed, epoch))
 
 
-def _stored(padded: IntArray, batching: Batching) -> Pieces:
+def _stored(padded: IntArray, tokens: IntArray, batching: Batching) -> Plan:
     """Storage order, cut where the next sample does not fit."""
-    walk = in_storage_order(len(padded))
-    return cut(walk.samples, walk.begins, np.zeros_like(padded), cutter(batching, padded), flush=True)
-
-
-def _walk(shard_of: IntArray, padded: IntArray, batching: Batching, order: Order, stream: Stream) -> Walk:
-    """Lanes balanced by what decides the number of their micro-batches: samples, or padded tokens."""
-    cost = np.ones_like(padded) if batching.batch_size is not None else padded
-    return shuffled(shard_of, cost, order.lanes, stream)
+    begins = cutter(batching, padded)(np.arange(len(tokens)))
+    bounds = np.append(begins, len(tokens))
+    return Plan(np.arange(len(tokens)), bounds, tokens, batching, 1)
 
 
 def _shuffled(
-    walk: Walk, padded: IntArray, tokens: IntArray, batching: Batching, order: Order, stream: Stream
+    shard_of: IntArray,
+    padded: IntArray,
+    tokens: IntArray,
+    batching: Batching,
+    order: Order,
+    stream: Stream,
 ) -> Plan:
+    """The lanes in turn, then what filled no micro-batch in its lane, pooled."""
+    # Lanes end together when they are balanced by what decides the number of their micro-batches.
+    cost = np.ones_like(padded) if batching.batch_size is not None else padded
+    walk = walk_lanes(shard_of, cost, order.lanes, stream)
     main = _pieces(walk, padded, batching, min(order.window, len(tokens)), stream, flush=False)
-    rest = Walk(main.left, np.array([0, len(main.left)], np.int64))
-    pool = _pieces(rest, padded, batching, max(1, len(main.left)), stream.child("rest"), flush=True)
-    sequences = [_in_turn(main, stream), _shuffle_pool(pool, stream)]
-    return _plan([main, pool], sequences, tokens, batching, len(walk.begins) - 1)
+    parts = [_gather(main, _in_turn(main, stream))]
+    if len(main.left):
+        rest = Walk(main.left, np.array([0, len(main.left)], np.int64))
+        pool = _pieces(rest, padded, batching, len(main.left), stream.child("rest"), flush=True)
+        parts.append(_gather(pool, _pool_sequence(pool, stream)))
+    counts = np.concatenate([counts for _, counts in parts])
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    samples = np.concatenate([samples for samples, _ in parts])
+    return Plan(samples, bounds, tokens, batching, len(walk.begins) - 1)
 
 
 def _pieces(
@@ -79,34 +86,25 @@ def _pieces(
     if batching.mode == "pack":
         return pack(walk, padded, window_of, int(batching.max_tokens or 0), stream, flush)
     samples = sort_windows(walk, padded, window_of, stream)
-    return cut(samples, walk.begins, window_of, cutter(batching, padded), flush)
+    full = 0 if flush else int(batching.batch_size or len(samples) + 1)
+    return cut(samples, walk.begins, window_of, cutter(batching, padded), full)
 
 
 def _in_turn(pieces: Pieces, stream: Stream) -> IntArray:
     """Sequence of the micro-batches: shuffled within their windows, then one of each lane in turn."""
     words = stream.words("batches", len(pieces.begins))
-    shuffle = np.lexsort((words, pieces.windows, pieces.lanes))
+    shuffle = np.lexsort((words, pieces.windows))
     lane = pieces.lanes[shuffle]
     turn = np.arange(len(lane)) - np.searchsorted(lane, lane)
     return shuffle[np.lexsort((lane, turn))]
 
 
-def _shuffle_pool(pool: Pieces, stream: Stream) -> IntArray:
-    """Sequence of the last micro-batches; the one that may be partial is the very last."""
+def _pool_sequence(pool: Pieces, stream: Stream) -> IntArray:
+    """Sequence of the last micro-batches: shuffled, but the one that may be partial is the very last,
+    so that what "drop" drops is as little as can be."""
     words = stream.words("pool", len(pool.begins))
     words[-1:] = np.iinfo(np.uint64).max
     return np.argsort(words, kind="stable")
-
-
-def _plan(
-    pieces: list[Pieces], sequences: list[IntArray], lengths: IntArray, batching: Batching, lanes: int
-) -> Plan:
-    """The pieces, each in its sequence, one after the other."""
-    parts = [_gather(*pair) for pair in zip(pieces, sequences, strict=True)]
-    samples = np.concatenate([samples for samples, _ in parts])
-    counts = np.concatenate([counts for _, counts in parts])
-    begins = np.concatenate([[0], np.cumsum(counts)])
-    return Plan(samples, begins.astype(np.int64), lengths, batching, lanes)
 
 
 def _gather(pieces: Pieces, sequence: IntArray) -> tuple[IntArray, IntArray]:

@@ -28,12 +28,7 @@ class Walk(NamedTuple):
     begins: IntArray
 
 
-def in_storage_order(count: int) -> Walk:
-    """One lane through everything."""
-    return Walk(np.arange(count, dtype=np.int64), np.array([0, count], np.int64))
-
-
-def shuffled(shards: IntArray, cost: IntArray, lanes: int | None, stream: Stream) -> Walk:
+def walk_lanes(shards: IntArray, cost: IntArray, lanes: int | None, stream: Stream) -> Walk:
     """The lanes of an epoch; at most one per shard. `shards` and `cost` are int64 [N].
 
     A shard whose samples are scattered over the arrays is walked as one, in the sequence of the arrays.

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hsstream.plan.cut import Pieces, lane_numbers
+from hsstream.plan.cut import Pieces, lane_numbers, pieces
 from hsstream.plan.lanes import Walk
 from hsstream.plan.policy import IntArray
 from hsstream.plan.rng import Stream
@@ -33,34 +33,33 @@ def pack(
     of all samples, `window_of` of every place of the walk; the samples of a row are in storage order."""
     ties = stream.words("samples", len(walk.samples))
     samples = walk.samples[np.lexsort((ties, -lengths[walk.samples], window_of))]
-    row_of = np.empty(len(samples), np.int64)
-    left, rows = [np.zeros(0, np.int64)], 0
-    for low, high in pairwise(walk.begins.tolist()):
-        lane_rows, count, emptier = _fill(lengths[samples[low:high]], window_of[low:high], budget)
-        row_of[low:high] = lane_rows + rows
-        left.append(emptier + rows)
-        rows += count
+    row_of, emptier = _fill_lanes(lengths[samples], walk.begins, window_of, budget)
     by_row = np.lexsort((samples, row_of))
-    counts = np.bincount(row_of, minlength=rows)
+    counts = np.bincount(row_of)
     begins = np.cumsum(counts) - counts
-    is_left = np.zeros(rows, bool)
-    is_left[np.concatenate(left)] = not flush
-    kept = ~is_left
+    is_left = np.zeros(len(counts), bool)
+    is_left[emptier] = not flush
     last_window = np.maximum.reduceat(window_of[by_row], begins)
     lane = lane_numbers(walk.begins)[by_row[begins]]
-    samples = samples[by_row]
-    return Pieces(
-        samples,
-        begins[kept],
-        counts[kept],
-        last_window[kept],
-        lane[kept],
-        samples[np.repeat(is_left, counts)],
-    )
+    return pieces(samples[by_row], begins, counts, last_window, lane, is_left)
 
 
-def _fill(lengths: IntArray, window_of: IntArray, budget: int) -> tuple[IntArray, int, IntArray]:
-    """(row of every sample, number of rows, rows left too empty) of one lane, windows sorted longest first.
+def _fill_lanes(
+    lengths: IntArray, begins: IntArray, window_of: IntArray, budget: int
+) -> tuple[IntArray, IntArray]:
+    """(row of every place, rows left too empty), rows numbered through all lanes."""
+    row_of = np.empty(len(lengths), np.int64)
+    emptier, rows = [], 0
+    for low, high in pairwise(begins.tolist()):
+        lane_rows, empty = _fill(lengths[low:high], window_of[low:high], budget)
+        row_of[low:high] = lane_rows + rows
+        emptier.append(empty + rows)
+        rows += int(lane_rows.max()) + 1
+    return row_of, np.concatenate(emptier)
+
+
+def _fill(lengths: IntArray, window_of: IntArray, budget: int) -> tuple[IntArray, IntArray]:
+    """(row of every sample, rows left too empty) of one lane, its windows sorted longest first.
 
     Open rows are held as free * stride + row in one ascending list, so that best fit is a bisection.
     """
@@ -84,4 +83,4 @@ def _fill(lengths: IntArray, window_of: IntArray, budget: int) -> tuple[IntArray
         opened = [entry for entry in opened if entry % stride >= count - OPEN_ROWS]
         begin = end
     empty = [entry % stride for entry in opened if entry // stride * SPARE > budget]
-    return np.array(rows, np.int64), count, np.array(empty, np.int64)
+    return np.array(rows, np.int64), np.array(empty, np.int64)

@@ -94,7 +94,7 @@ class Batching:
                 _check_positive(name, value)
 
     def _check_pad_to(self) -> None:
-        bounds = self.pad_to
+        bounds: Any = self.pad_to
         if isinstance(bounds, (tuple, list)) and bounds:
             for bound in bounds:
                 _check_positive("a bound of pad_to", bound)

@@ -14,7 +14,11 @@ from urllib.parse import unquote, urlsplit
 
 from hsstream.errors import StorageError
 from hsstream.storage.base import Store
+from hsstream.storage.generic import FsspecStore
+from hsstream.storage.http import HttpStore
 from hsstream.storage.local import LocalStore
+from hsstream.storage.options import checked
+from hsstream.storage.s3 import S3Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -25,22 +29,23 @@ _MAX_NAMES = 1_000_000
 
 def open_store(root: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
     """The store of one root; nothing is contacted yet."""
-    options = dict(storage_options or {})
     text = os.fspath(root)
     scheme = scheme_of(text)
-    if scheme in ("", "file"):
-        return _open_local(text if not scheme else _file_path(text), options)
-    raise StorageError(f"unknown scheme {scheme}://")
+    if scheme in ("", "file", "local"):
+        options = checked(storage_options)
+        path = _file_path(text) if scheme else text
+        return LocalStore(path, mmap=options.get("mmap", True), lock=options.get("lock", True))
+    if scheme in ("http", "https"):
+        return HttpStore(text, checked(storage_options))
+    if scheme in ("s3", "s3a"):
+        return S3Store(text, checked(storage_options))
+    return FsspecStore(text, dict(storage_options or {}))
 
 
 def scheme_of(text: str) -> str:
     """The scheme in lower case, or "" for a plain path."""
     match = _SCHEME.match(text)
     return match.group(1).lower() if match else ""
-
-
-def _open_local(path: str, options: dict[str, Any]) -> LocalStore:
-    return LocalStore(path, mmap=bool(options.get("mmap", True)), lock=bool(options.get("lock", True)))
 
 
 def _file_path(url: str) -> str:

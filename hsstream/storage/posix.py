@@ -62,7 +62,7 @@ class _TypedFile(io.FileIO):
     to its last whole sample.
     """
 
-    def write(self, data: Buffer, /) -> int:  # type: ignore[override,unused-ignore]
+    def write(self, data: Buffer, /) -> int:
         view = memoryview(data).cast("B")
         done = 0
         with typed("write", str(self.name)):
@@ -79,7 +79,7 @@ class TempFile:
         with typed("create a file", directory):
             directory.mkdir(parents=True, exist_ok=True)
             # Not mkstemp: its mode 0600 would hide published shards from the other users of a cluster.
-            self.file: IO[bytes] = _TypedFile(str(self.path), "x")  # type: ignore[assignment]
+            self.file: IO[bytes] = _TypedFile(str(self.path), "x+")  # type: ignore[assignment]
         with suppress(OSError):
             fcntl.flock(self.file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -99,6 +99,26 @@ class TempFile:
         self.close()
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
+
+
+class SpoolFile(TempFile):
+    """A temp file without a name: its space comes back however the process ends."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        super().__init__(directory, name)
+        with typed("use the spool directory", directory):
+            self.path.unlink()
+
+    def length(self) -> int:
+        """Flush, and the number of bytes."""
+        with typed("flush", self.path.parent):
+            self.file.flush()
+            return os.fstat(self.file.fileno()).st_size
+
+    def piece(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of what was written; for many threads at once."""
+        with typed("read back", self.path.parent):
+            return os.pread(self.file.fileno(), stop - start, start)
 
 
 def publish(temp: Path, final: Path, overwrite: bool) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
 from hsstream.errors import HsStreamError, StorageError
 from hsstream.storage.base import ForkAware
@@ -80,7 +80,6 @@ class Wire(ForkAware):
         try:
             with _as_transient(origin, reused):
                 response = _send(connection, method, url, headers, body)
-                reused = False
                 yield response
         finally:
             self._give(origin, connection, response)
@@ -223,7 +222,9 @@ def _context(ca_file: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise StorageError(f"{ca_file}: cannot be read as a file of certificates ({_reason(error)})") from error
+        raise StorageError(
+            f"{ca_file}: cannot be read as a file of certificates ({_reason(error)})"
+        ) from error
 
 
 def basic(user: str, password: str) -> str:

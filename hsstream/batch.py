@@ -1,0 +1,302 @@
+"""What a training loop gets: `Batch`, and the builder that decode threads fill row by row.
+
+In: which tensors and layers are wanted, where each sample of a micro-batch goes, decoded rows. Out:
+a `Batch` whose padding is zero (`document_ids` -1). Two layouts: `pad`, one sample a row [B, T, ...],
+and `pack`, samples one after another in one row [1, T, ...]. Refused: unknown tensors and layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from hsstream.codecs.base import RowWriter, ScaledCodec
+from hsstream.errors import SampleError
+from hsstream.sample import DELIVERED, HIDDEN_STATES
+from hsstream.schema import Schema, TensorSpec
+
+
+#: Integers of each size, for filling any dtype through numpy, which has no bfloat16.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Memory(Protocol):
+    """Where batch tensors come from."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised host tensor."""
+
+
+@dataclass
+class Quantized:
+    """Hidden states as codes, for `dequantize="device"`.
+
+    codes: uint8 [B, T, ..., H]; scales: float32 [B, T, ...]; dtype: what `dequantize` gives;
+    escape_positions: int64 [N], flat in codes, and escape_values [N] in dtype.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    codec: ScaledCodec
+    dtype: torch.dtype
+    escape_positions: torch.Tensor
+    escape_values: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values."""
+        return self.codes.shape
+
+    def dequantize(self) -> torch.Tensor:
+        """The values [B, T, ..., H] in `dtype`, computed where the codes are."""
+        values = self.codec.dequantize(self.codes, self.scales, self.dtype)
+        if self.escape_positions.numel():
+            values.view(-1)[self.escape_positions] = self.escape_values
+        return values
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
+        """The same codes on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Quantized:
+        """The same codes in pinned memory (what DataLoader's `pin_memory` calls)."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Any) -> Quantized:
+        names = ("codes", "scales", "escape_positions", "escape_values")
+        return replace(self, **{name: change(getattr(self, name)) for name in names})
+
+
+class Batch(dict[str, Any]):
+    """Tensors by name, `attention_mask` [B, T] bool, `lengths` [B] int64, `keys` (list of B strings).
+
+    With `mode="pack"` B is 1 for the tensors, `lengths` and `keys` have an entry a document, and
+    `position_ids` [1, T] (restarting at 0), `document_ids` [1, T] (-1 on padding) are added.
+
+    Attributes:
+        state: resumes the data set after this batch.
+        filler: True when the batch only keeps ranks in step: its `loss_mask` is all False.
+        meta: the metadata of every sample.
+    """
+
+    state: dict[str, Any]
+    filler: bool = False
+    meta: list[dict[str, Any]]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """A batch on `device`; codes are dequantised there. What is no tensor is kept as it is."""
+        moved = self._like({})
+        for name, value in self.items():
+            if isinstance(value, Quantized):
+                value = value.to(device, non_blocking).dequantize()
+            elif isinstance(value, torch.Tensor):
+                value = value.to(device, non_blocking=non_blocking)
+            moved[name] = value
+        return moved
+
+    def pin_memory(self) -> Batch:
+        """A batch in pinned memory; lists are kept as they are."""
+        pinnable = (torch.Tensor, Quantized)
+        return self._like({n: v.pin_memory() if isinstance(v, pinnable) else v for n, v in self.items()})
+
+    def _like(self, items: dict[str, Any]) -> Batch:
+        batch = Batch(items)
+        batch.__dict__.update(self.__dict__)
+        return batch
+
+
+@dataclass(frozen=True)
+class Column:
+    """One delivered tensor. layers: which entries of the layer axis, None for tensors without one."""
+
+    spec: TensorSpec
+    layers: tuple[int, ...] | None
+    dtype: torch.dtype
+    quantized: bool
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The tensor's members to read."""
+        return self.layers if self.layers is not None else (0,)
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """Shape of one token."""
+        if self.layers is None:
+            return self.spec.trailing
+        return (len(self.layers), *self.spec.trailing[1:])
+
+
+def choose_columns(
+    schema: Schema,
+    tensors: Sequence[str] | None,
+    layers: Sequence[int] | None,
+    dtype: torch.dtype,
+    on_device: bool,
+) -> list[Column]:
+    """What to deliver of a data set's tensors; SampleError naming an unknown tensor or layer."""
+    wanted = list(schema.by_name) if tensors is None else list(tensors)
+    unknown = sorted(set(wanted) - set(schema.by_name))
+    if unknown or not wanted:
+        raise SampleError(
+            f"no such tensors: {', '.join(unknown) or '(none asked for)'}; "
+            f"the data set has {', '.join(schema.by_name)}"
+        )
+    specs = [spec for spec in schema.tensors if spec.name in wanted]
+    return [_column(spec, layers, dtype, on_device) for spec in specs]
+
+
+def _column(
+    spec: TensorSpec, layers: Sequence[int] | None, dtype: torch.dtype, on_device: bool
+) -> Column:
+    chosen = tuple(range(spec.layers)) if spec.layers else None
+    if layers is not None and spec.name == "aux_hidden_states" and spec.layers:
+        chosen = tuple(layers)
+        if not chosen or any(not 0 <= layer < spec.layers for layer in chosen):
+            raise SampleError(f"layers={list(layers)}: {spec.name} has the layers 0 to {spec.layers - 1}")
+    states = spec.name in HIDDEN_STATES or spec.codec.name != "raw"
+    delivered = DELIVERED.get(spec.name, dtype if states else spec.dtype)
+    return Column(spec, chosen, delivered, on_device and isinstance(spec.codec, ScaledCodec))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample goes: tokens of row `row` from `start` on; `tokens` of them."""
+
+    row: int
+    start: int
+    tokens: int
+
+
+def pad_places(lengths: Sequence[int]) -> list[Place]:
+    """One sample a row."""
+    return [Place(row, 0, tokens) for row, tokens in enumerate(lengths)]
+
+
+def pack_places(lengths: Sequence[int]) -> list[Place]:
+    """One after another in one row."""
+    places, start = [], 0
+    for tokens in lengths:
+        places.append(Place(0, start, tokens))
+        start += tokens
+    return places
+
+
+@dataclass
+class _Slot:
+    """One tensor of the batch being filled; scales only where it stays in codes."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+    escapes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class BatchBuilder:
+    """Memory of one batch, and the writers that fill it. `writer` may be used from many threads."""
+
+    def __init__(
+        self, columns: Sequence[Column], shape: tuple[int, int], places: Sequence[Place], memory: Memory
+    ) -> None:
+        self._columns = {column.spec.name: column for column in columns}
+        self._shape = shape
+        self._places = places
+        self._slots = {column.spec.name: self._allocate(column, memory) for column in columns}
+
+    def _allocate(self, column: Column, memory: Memory) -> _Slot:
+        shape = (*self._shape, *column.trailing)
+        if not column.quantized:
+            return _Slot(memory.empty(shape, column.dtype))
+        return _Slot(memory.empty(shape, torch.uint8), memory.empty(shape[:-1], torch.float32))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(slot.values.nbytes for slot in self._slots.values())
+
+    def writer(self, column: Column, sample: int, member: int) -> RowWriter:
+        """Writes the rows of member `member` (a place in `column.members`) of a sample."""
+        slot, place, spec = self._slots[column.spec.name], self._places[sample], column.spec
+        values = _member_rows(slot.values, column, place, member)
+        shape = (place.tokens, *spec.row_shape)
+        if slot.scales is None:
+            return spec.codec.value_writer(values.view(shape), spec.dtype)
+        scales = _member_rows(slot.scales, column, place, member).view(shape[:-1])
+        return self._code_writer(column, slot, values.view(shape), scales)
+
+    def _code_writer(
+        self, column: Column, slot: _Slot, codes: torch.Tensor, scales: torch.Tensor
+    ) -> RowWriter:
+        codec = column.spec.codec
+        if not isinstance(codec, ScaledCodec):
+            raise TypeError(f"{codec.name} has no codes to deliver")
+        offset, strides, (_, vectors, width) = codes.storage_offset(), codes.stride(), codes.shape
+
+        def escape(positions: torch.Tensor, values: torch.Tensor) -> None:
+            # Flat positions in this member's [S, V, H] become flat positions in the whole tensor.
+            row, rest = positions // (vectors * width), positions % (vectors * width)
+            vector, value = rest // width, rest % width
+            flat = offset + row * strides[0] + vector * strides[1] + value * strides[2]
+            slot.escapes.append((flat, values.to(column.dtype)))
+
+        return codec.code_writer(codes, scales, column.spec.dtype, column.dtype, escape)
+
+    def clear(self, sample: int, column: Column) -> None:
+        """Zero the rows of one tensor of a sample, before the stored ones are written."""
+        place = self._places[sample]
+        self._zero(column, place.row, place.start, place.start + place.tokens)
+
+    def clear_padding(self, sample: int, columns: Sequence[Column]) -> None:
+        """Zero what is behind a sample in its row, up to the next one or the end."""
+        place = self._places[sample]
+        after = [p.start for p in self._places[sample + 1 : sample + 2] if p.row == place.row]
+        for column in columns:
+            stop = after[0] if after else self._shape[1]
+            self._zero(column, place.row, place.start + place.tokens, stop)
+
+    def _zero(self, column: Column, row: int, start: int, stop: int) -> None:
+        slot = self._slots[column.spec.name]
+        for tensor in (slot.values, slot.scales):
+            if tensor is not None and start < stop:
+                # numpy: torch would start its own threads inside a decode thread.
+                tensor[row, start:stop].view(INTEGERS[tensor.itemsize]).numpy().fill(0)
+
+    def finish(self, keys: list[str], meta: list[dict[str, Any]], packed: bool) -> Batch:
+        """The batch, once every row is written."""
+        batch = Batch({name: self._delivered(name) for name in self._columns})
+        lengths = torch.tensor([place.tokens for place in self._places], dtype=torch.int64)
+        mask = torch.zeros(self._shape, dtype=torch.bool)
+        for place in self._places:
+            mask[place.row, place.start : place.start + place.tokens] = True
+        batch.update(attention_mask=mask, lengths=lengths, keys=keys)
+        if packed:
+            batch.update(zip(("position_ids", "document_ids"), self._documents(), strict=True))
+        batch.meta = meta
+        return batch
+
+    def _delivered(self, name: str) -> Any:
+        slot, column = self._slots[name], self._columns[name]
+        codec = column.spec.codec
+        if slot.scales is None or not isinstance(codec, ScaledCodec):
+            return slot.values
+        positions, values = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=column.dtype)
+        if slot.escapes:
+            positions = torch.cat([positions for positions, _ in slot.escapes])
+            values = torch.cat([values for _, values in slot.escapes])
+        return Quantized(slot.values, slot.scales, codec, column.dtype, positions, values)
+
+    def _documents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.zeros(self._shape, dtype=torch.int64)
+        documents = torch.full(self._shape, -1, dtype=torch.int64)
+        for number, place in enumerate(self._places):
+            rows = slice(place.start, place.start + place.tokens)
+            positions[place.row, rows] = torch.arange(place.tokens)
+            documents[place.row, rows] = number
+        return positions, documents
+
+
+def _member_rows(values: torch.Tensor, column: Column, place: Place, member: int) -> torch.Tensor:
+    rows = values[place.row, place.start : place.start + place.tokens]
+    return rows if column.layers is None else rows[:, member]

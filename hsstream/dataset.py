@@ -1,0 +1,320 @@
+"""HiddenStateDataset: a data set of hidden states as an IterableDataset of ready batches.
+
+In: roots, a `Batching`, an `Order`, what to deliver. Out: `Batch` after `Batch`, in an order that
+depends on (data, seed, epoch, batching) alone; ranks, workers, threads and restarts only decide who
+reads which part. Refused: what `catalog`, `plan` and `batch` refuse; states of another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hsstream.batch import Batch, Column, Memory, Place, choose_columns, pack_places, pad_places
+from hsstream.catalog import Catalog, Roots, open_catalog
+from hsstream.errors import ResumeError, SampleError
+from hsstream.memory import PinnedMemory, SlabPool
+from hsstream.plan import (
+    Batching,
+    Order,
+    Plan,
+    batch_for,
+    check_state,
+    fingerprint,
+    make_state,
+    plan_epoch,
+    steps,
+)
+from hsstream.position import Position
+from hsstream.ranks import is_distributed, require_equal_ranks, resolve_rank
+from hsstream.selection import Select, copy_numbers, filter_samples, select_samples, weighted_epoch
+from hsstream.stream import Job, stream
+
+PREFETCH_BYTES = 512 << 20
+
+
+class HiddenStateDataset(IterableDataset[Batch]):
+    """Streams batches of hidden states from local disk, HTTP or S3.
+
+    Iterate it as it is (`for batch in ds`, the fast way: threads, no copies through shared memory) or
+    through `DataLoader(ds, batch_size=None, num_workers=W)`.
+
+    Args:
+        root: a root, a list of roots or of (root, weight), or shard URLs with `{000..099}`. Weight 0.25
+            takes another quarter each epoch, 3 takes each sample three times.
+        batching: shapes of the micro-batches.
+        order: their sequence; by default shuffled with seed 0.
+        select: a list of keys, a range of sample numbers, or ("split", "train" | "val", fraction).
+        tensors: names to deliver; None: all.
+        layers: places on the layer axis of `aux_hidden_states` to read and deliver; None: all.
+        dtype: of delivered hidden states; ids come as int64, masks as bool, the rest as stored.
+        dequantize: `host`, or `device`: the batch carries codes, and `batch.to(device)` decodes there.
+        rank, world_size: data-parallel position. None: torch.distributed (then construction is
+            collective: all ranks compare fingerprints), else RANK and WORLD_SIZE, else 0 and 1.
+        threads: threads that decompress and decode.
+        storage_options: for the stores of the roots.
+        min_tokens, max_tokens: keep only samples of at least and at most so many tokens.
+        min_supervised: keep only samples with at least so many supervised tokens; see `dropped`.
+        token_shard: (i, n, overlap): deliver only the i-th of n equal parts of the token axis of every
+            batch, plus `overlap` tokens of the next part, with `position_ids`; for sequence parallelism.
+        pin_memory: batches in page-locked memory, for `batch.to("cuda", non_blocking=True)`.
+        prefetch_bytes: bound of the compressed bytes in flight, and of the decoded bytes ahead.
+
+    Raises:
+        StorageError, FormatError: a root cannot be read.
+        SampleError: nothing selected, unknown tensors, overlong samples.
+        SchemaMismatchError: roots that do not fit together.
+        ResumeError: ranks that see different data.
+        ValueError: settings that contradict each other, an epoch without a step for every rank.
+    """
+
+    def __init__(
+        self,
+        root: Roots,
+        batching: Batching,
+        order: Order | None = None,
+        select: Select = None,
+        tensors: Sequence[str] | None = None,
+        layers: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        dequantize: Literal["host", "device"] = "host",
+        rank: int | None = None,
+        world_size: int | None = None,
+        threads: int = 2,
+        storage_options: dict[str, Any] | None = None,
+        min_tokens: int | None = None,
+        max_tokens: int | None = None,
+        min_supervised: int | None = None,
+        token_shard: tuple[int, int, int] | None = None,
+        pin_memory: bool = False,
+        prefetch_bytes: int = PREFETCH_BYTES,
+    ) -> None:
+        super().__init__()
+        if dequantize not in ("host", "device"):
+            raise ValueError(f"dequantize must be 'host' or 'device', got {dequantize!r}")
+        if threads < 1 or prefetch_bytes < 1:
+            raise ValueError(f"threads and prefetch_bytes must be positive, got {threads}, {prefetch_bytes}")
+        self._roots, self._options = root, storage_options
+        self._batching, self._order = batching, order or Order()
+        self._select = select
+        self._filters = {
+            "min_tokens": min_tokens,
+            "max_tokens": max_tokens,
+            "min_supervised": min_supervised,
+        }
+        self._deliver = (tensors, layers, dtype, dequantize == "device")
+        self._rank, self._world_size = rank, world_size
+        self._threads, self._prefetch_bytes = threads, prefetch_bytes
+        self._token_shard = _checked_shard(token_shard, batching)
+        self._pin_memory = pin_memory
+        self._position = Position()
+        self.dropped: dict[str, int] = {}
+        self._adopt(open_catalog(root, storage_options))
+        steps(len(self._plan(0)), 0, self.world_size, self._order.tail)
+        if rank is None and is_distributed():
+            require_equal_ranks(self._fingerprint)
+
+    # -- what is in an epoch -------------------------------------------------------------------
+
+    def _adopt(self, catalog: Catalog) -> None:
+        """Take these samples; everything derived from them follows."""
+        columns = choose_columns(catalog.first.index.info.schema, *self._deliver)
+        if self._order.tail == "mask" and "loss_mask" not in {column.spec.name for column in columns}:
+            raise ValueError("tail='mask' needs loss_mask among the delivered tensors")
+        chosen = select_samples(catalog.keys, self._select)
+        kept, dropped = filter_samples(
+            catalog.lengths[chosen], catalog.supervised[chosen], **self._filters
+        )
+        if len(kept) == 0:
+            raise SampleError(f"no sample is left of {len(catalog.lengths)}: dropped {dropped or 'by select'}")
+        self._catalog, self._columns, self.dropped = catalog, columns, dropped
+        self._samples = np.sort(chosen[kept]) if self._order.shuffle else chosen[kept]
+        self._fingerprint = fingerprint(
+            catalog.lengths[self._samples],
+            catalog.shards[self._samples],
+            self._batching,
+            self._order,
+            _identity(catalog, self._samples),
+        )
+        self._plans: dict[int, tuple[NDArray[np.int64], Plan]] = {}
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], Plan]:
+        """(catalog numbers, plan over them) of an epoch; the last one is kept."""
+        if epoch not in self._plans:
+            catalog = self._catalog
+            samples = self._weighted(epoch)
+            shards = catalog.shards[samples] + copy_numbers(samples) * catalog.shard_count
+            plan = plan_epoch(catalog.lengths[samples], shards, self._batching, self._order, epoch)
+            self._plans = {epoch: (samples, plan)}
+        return self._plans[epoch]
+
+    def _weighted(self, epoch: int) -> NDArray[np.int64]:
+        weights = [source.weight for source in self._catalog.sources]
+        if all(weight == 1 for weight in weights):
+            return self._samples
+        bounds = np.searchsorted(self._samples, np.cumsum([0, *self._catalog.counts]))
+        counts = np.diff(bounds).tolist()
+        return self._samples[weighted_epoch(counts, weights, epoch, int(self._order.seed))]
+
+    def _plan(self, epoch: int) -> Plan:
+        return self._epoch(epoch)[1]
+
+    # -- ranks and length ----------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This data-parallel rank."""
+        return resolve_rank(self._rank, self._world_size)[0]
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return resolve_rank(self._rank, self._world_size)[1]
+
+    @property
+    def catalog(self) -> Catalog:
+        """The opened roots: schema, model facts, lengths."""
+        return self._catalog
+
+    def __len__(self) -> int:
+        """Steps of this rank in the current epoch, from its beginning."""
+        return steps(len(self._plan(self._position.epoch)), 0, self.world_size, self._order.tail)
+
+    # -- position ------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration. With the epoch of a state just loaded, its position stays."""
+        self._position.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last batch that a bare loop took (or that the next iteration begins with).
+
+        Raises:
+            ResumeError: DataLoader workers iterate, and only they know: use `batch.state`.
+        """
+        epoch, consumed = self._position.current()
+        return self._state(epoch, consumed) | self._position.worker_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where a state was taken, under any number of ranks, workers and threads.
+
+        Raises:
+            ResumeError: the state belongs to other data, another seed, batching, order or version.
+        """
+        try:
+            epoch, consumed, _ = check_state(state, self._fingerprint)
+        except ResumeError:
+            if not self._reopen(state):
+                raise
+            epoch, consumed, _ = check_state(state, self._fingerprint)
+        self._position.load(epoch, consumed, state)
+
+    def _reopen(self, state: dict[str, Any]) -> bool:
+        """The samples of an earlier index, when samples were appended since the state was made."""
+        digests = state.get("index") if isinstance(state, dict) else None
+        if not isinstance(digests, list) or digests == self._catalog.digests():
+            return False
+        try:
+            earlier = open_catalog(self._roots, self._options, digests)
+        except (OSError, ValueError):
+            return False
+        self._adopt(earlier)
+        return True
+
+    def _state(self, epoch: int, consumed: int) -> dict[str, Any]:
+        lanes = self._plan(epoch).lanes
+        return make_state(epoch, consumed, lanes, self._fingerprint) | {"index": self._catalog.digests()}
+
+    # -- iteration -----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        epoch, consumed, skip = self._position.begin(worker if info else None, workers)
+        memory: Memory = PinnedMemory() if self._pin_memory else SlabPool(2 * self._prefetch_bytes)
+        jobs = self._jobs(epoch, consumed, range(worker + skip * workers, 1 << 62, workers))
+        batches = stream(jobs, self._columns, memory, self._threads, self._prefetch_bytes)
+        for batch in batches:
+            self._position.advance(batch.state["consumed"])
+            yield batch
+
+    def _jobs(self, epoch: int, consumed: int, numbers: range) -> Iterator[Job]:
+        """The jobs of this worker: `numbers` are steps of the rank, counted from `consumed`."""
+        samples, plan = self._epoch(epoch)
+        rank, world = resolve_rank(self._rank, self._world_size)
+        count = steps(len(plan), consumed, world, self._order.tail)
+        for step in numbers:
+            if step >= count:
+                return
+            index, filler = batch_for(step, rank, world, consumed, len(plan), self._order.tail)
+            state = self._state(epoch, consumed + (step + 1) * world)
+            yield self._job(samples[plan[index]], plan.padded_length(index), filler, state)
+
+    def _job(self, samples: NDArray[np.int64], padded: int, filler: bool, state: dict[str, Any]) -> Job:
+        packed = self._batching.mode == "pack"
+        lengths = self._batching.effective_lengths(self._catalog.lengths[samples]).tolist()
+        places = pack_places(lengths) if packed else pad_places(lengths)
+        rows = 1 if packed else len(samples)
+        window = _window(self._token_shard, padded)
+        cut = [_cut(place, window) for place in places]
+        return Job(
+            requests=tuple(
+                self._catalog.request(int(sample), start, start + place.tokens, self._columns)
+                for sample, (place, start) in zip(samples, cut, strict=True)
+            ),
+            infos=tuple(self._catalog.source_of(int(sample))[0].index.info for sample in samples),
+            places=tuple(place for place, _ in cut),
+            shape=(rows, window.stop - window.start),
+            packed=packed,
+            filler=filler,
+            state=state,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker has no process group to ask.
+        rank, world_size = resolve_rank(self._rank, self._world_size)
+        return self.__dict__ | {"_rank": rank, "_world_size": world_size, "_plans": {}}
+
+
+def _identity(catalog: Catalog, samples: NDArray[np.int64]) -> bytes:
+    """What tells these samples from others of the same lengths: keys' and headers' hashes, weights."""
+    ids = np.concatenate([source.index.table.hashes["ids_xxh3"] for source in catalog.sources])[samples]
+    weights = [(len(source.index.table), source.weight) for source in catalog.sources]
+    keys = catalog.keys
+    text = "\n".join(keys[sample] for sample in samples.tolist())
+    return ids.astype("<u8").tobytes() + text.encode() + repr(weights).encode()
+
+
+def _checked_shard(
+    token_shard: tuple[int, int, int] | None, batching: Batching
+) -> tuple[int, int, int] | None:
+    if token_shard is None:
+        return None
+    part, parts, overlap = token_shard
+    if not 0 <= part < parts or overlap < 0:
+        raise ValueError(f"token_shard is (i, n, overlap) with 0 <= i < n, got {token_shard}")
+    sizes = [batching.max_tokens] if batching.mode == "pack" else np.atleast_1d(batching.pad_to).tolist()
+    if batching.pad == "longest" or any(size is None or size % parts for size in sizes):
+        raise ValueError(f"token_shard needs lengths that are a multiple of {parts}: set pad_to or max_tokens")
+    return token_shard
+
+
+def _window(token_shard: tuple[int, int, int] | None, padded: int) -> range:
+    """The part of the token axis [0, padded) to deliver."""
+    if token_shard is None:
+        return range(padded)
+    part, parts, overlap = token_shard
+    size = padded // parts
+    return range(part * size, min((part + 1) * size + overlap, padded))
+
+
+def _cut(place: Place, window: range) -> tuple[Place, int]:
+    """A place within the window, and the first token of the sample that it shows."""
+    start = min(max(place.start, window.start), window.stop)
+    stop = max(start, min(place.start + place.tokens, window.stop))
+    return Place(place.row, start - window.start, stop - start), start - place.start if stop > start else 0

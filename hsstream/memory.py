@@ -1,0 +1,62 @@
+"""Host memory for batches, lent again only when nothing refers to it.
+
+In: a shape and dtype. Out: a tensor over a recycled slab, or over fresh memory. A fresh batch costs
+as much in page faults as its decoding does. A slab comes back when the last tensor over it, or any
+view of one, is gone: `torch.from_numpy` keeps its array alive, and the array's finalizer gives the
+slab back. Pinned memory is torch's own business: only its allocator knows about copies in flight.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Slab = NDArray[np.uint8]
+#: Slabs are a multiple of this, so that batches of nearly one size share them.
+GRAIN = 1 << 20
+#: Tensors below this are not worth keeping a slab for.
+SMALLEST = 1 << 18
+
+
+class SlabPool:
+    """Pageable memory for tensors; keeps at most `limit` bytes of idle slabs."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._idle: list[Slab] = []
+        # Finalizers run in any thread, also inside our own code: they only append here.
+        self._returned: deque[Slab] = deque()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor of this shape."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < SMALLEST:
+            return torch.empty(tuple(shape), dtype=dtype)
+        slab = self._take(nbytes)
+        view = slab[:nbytes]
+        weakref.finalize(view, self._returned.append, slab).atexit = False
+        return torch.from_numpy(view).view(dtype).view(tuple(shape))
+
+    def _take(self, nbytes: int) -> Slab:
+        while self._returned:
+            self._idle.append(self._returned.popleft())
+        fitting = [i for i, slab in enumerate(self._idle) if nbytes <= slab.nbytes <= 2 * nbytes]
+        if fitting:
+            return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
+        while self._idle and sum(slab.nbytes for slab in self._idle) + nbytes > self._limit:
+            self._idle.pop(0)
+        return np.empty(-(-nbytes // GRAIN) * GRAIN, np.uint8)
+
+
+class PinnedMemory:
+    """Page-locked tensors from torch's caching allocator, for `to(device, non_blocking=True)`."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised pinned tensor of this shape."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
