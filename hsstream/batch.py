@@ -15,12 +15,8 @@ import torch
 
 from hsstream.codecs.base import RowWriter, ScaledCodec
 from hsstream.errors import SampleError
-from hsstream.sample import DELIVERED, HIDDEN_STATES
+from hsstream.sample import DELIVERED, HIDDEN_STATES, INTEGERS
 from hsstream.schema import Schema, TensorSpec
-
-
-#: Integers of each size, for filling any dtype through numpy, which has no bfloat16.
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Memory(Protocol):
@@ -74,7 +70,8 @@ class Batch(dict[str, Any]):
     """Tensors by name, `attention_mask` [B, T] bool, `lengths` [B] int64, `keys` (list of B strings).
 
     With `mode="pack"` B is 1 for the tensors, `lengths` and `keys` have an entry a document, and
-    `position_ids` [1, T] (restarting at 0), `document_ids` [1, T] (-1 on padding) are added.
+    `position_ids` [1, T] (restarting at 0), `document_ids` [1, T] (-1 on padding) are added;
+    `position_ids` also with `token_shard`.
 
     Attributes:
         state: resumes the data set after this batch.
@@ -149,9 +146,7 @@ def choose_columns(
     return [_column(spec, layers, dtype, on_device) for spec in specs]
 
 
-def _column(
-    spec: TensorSpec, layers: Sequence[int] | None, dtype: torch.dtype, on_device: bool
-) -> Column:
+def _column(spec: TensorSpec, layers: Sequence[int] | None, dtype: torch.dtype, on_device: bool) -> Column:
     chosen = tuple(range(spec.layers)) if spec.layers else None
     if layers is not None and spec.name == "aux_hidden_states" and spec.layers:
         chosen = tuple(layers)
@@ -164,11 +159,12 @@ def _column(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample goes: tokens of row `row` from `start` on; `tokens` of them."""
+    """Where a sample goes: `tokens` of its tokens, `first` and on, to row `row` from `start` on."""
 
     row: int
     start: int
     tokens: int
+    first: int = 0
 
 
 def pad_places(lengths: Sequence[int]) -> list[Place]:
@@ -239,7 +235,7 @@ class BatchBuilder:
             row, rest = positions // (vectors * width), positions % (vectors * width)
             vector, value = rest // width, rest % width
             flat = offset + row * strides[0] + vector * strides[1] + value * strides[2]
-            slot.escapes.append((flat, values.to(column.dtype)))
+            slot.escapes.append((torch.as_tensor(flat), values.to(column.dtype)))
 
         return codec.code_writer(codes, scales, column.spec.dtype, column.dtype, escape)
 
@@ -263,16 +259,17 @@ class BatchBuilder:
                 # numpy: torch would start its own threads inside a decode thread.
                 tensor[row, start:stop].view(INTEGERS[tensor.itemsize]).numpy().fill(0)
 
-    def finish(self, keys: list[str], meta: list[dict[str, Any]], packed: bool) -> Batch:
-        """The batch, once every row is written."""
+    def finish(self, keys: list[str], meta: list[dict[str, Any]], extra: Sequence[str]) -> Batch:
+        """The batch, once every row is written. extra: `position_ids`, `document_ids`."""
         batch = Batch({name: self._delivered(name) for name in self._columns})
         lengths = torch.tensor([place.tokens for place in self._places], dtype=torch.int64)
         mask = torch.zeros(self._shape, dtype=torch.bool)
         for place in self._places:
             mask[place.row, place.start : place.start + place.tokens] = True
         batch.update(attention_mask=mask, lengths=lengths, keys=keys)
-        if packed:
-            batch.update(zip(("position_ids", "document_ids"), self._documents(), strict=True))
+        positions, documents = self._documents()
+        known = {"position_ids": positions, "document_ids": documents}
+        batch.update({name: known[name] for name in extra})
         batch.meta = meta
         return batch
 
@@ -292,7 +289,7 @@ class BatchBuilder:
         documents = torch.full(self._shape, -1, dtype=torch.int64)
         for number, place in enumerate(self._places):
             rows = slice(place.start, place.start + place.tokens)
-            positions[place.row, rows] = torch.arange(place.tokens)
+            positions[place.row, rows] = torch.arange(place.first, place.first + place.tokens)
             documents[place.row, rows] = number
         return positions, documents
 

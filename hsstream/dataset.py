@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hsstream.batch import Batch, Column, Memory, Place, choose_columns, pack_places, pad_places
+from hsstream.batch import Batch, Memory, Place, choose_columns, pack_places, pad_places
 from hsstream.catalog import Catalog, Roots, open_catalog
 from hsstream.errors import ResumeError, SampleError
 from hsstream.memory import PinnedMemory, SlabPool
@@ -127,11 +127,11 @@ class HiddenStateDataset(IterableDataset[Batch]):
         if self._order.tail == "mask" and "loss_mask" not in {column.spec.name for column in columns}:
             raise ValueError("tail='mask' needs loss_mask among the delivered tensors")
         chosen = select_samples(catalog.keys, self._select)
-        kept, dropped = filter_samples(
-            catalog.lengths[chosen], catalog.supervised[chosen], **self._filters
-        )
+        kept, dropped = filter_samples(catalog.lengths[chosen], catalog.supervised[chosen], **self._filters)
         if len(kept) == 0:
-            raise SampleError(f"no sample is left of {len(catalog.lengths)}: dropped {dropped or 'by select'}")
+            raise SampleError(
+                f"no sample is left of {len(catalog.lengths)}: dropped {dropped or 'by select'}"
+            )
         self._catalog, self._columns, self.dropped = catalog, columns, dropped
         self._samples = np.sort(chosen[kept]) if self._order.shuffle else chosen[kept]
         self._fingerprint = fingerprint(
@@ -262,15 +262,16 @@ class HiddenStateDataset(IterableDataset[Batch]):
         rows = 1 if packed else len(samples)
         window = _window(self._token_shard, padded)
         cut = [_cut(place, window) for place in places]
+        extra = ("position_ids", "document_ids") if packed else ("position_ids",) * bool(self._token_shard)
         return Job(
             requests=tuple(
-                self._catalog.request(int(sample), start, start + place.tokens, self._columns)
-                for sample, (place, start) in zip(samples, cut, strict=True)
+                self._catalog.request(int(sample), place.first, place.first + place.tokens, self._columns)
+                for sample, place in zip(samples, cut, strict=True)
             ),
             infos=tuple(self._catalog.source_of(int(sample))[0].index.info for sample in samples),
-            places=tuple(place for place, _ in cut),
+            places=tuple(cut),
             shape=(rows, window.stop - window.start),
-            packed=packed,
+            extra=extra,
             filler=filler,
             state=state,
         )
@@ -300,7 +301,9 @@ def _checked_shard(
         raise ValueError(f"token_shard is (i, n, overlap) with 0 <= i < n, got {token_shard}")
     sizes = [batching.max_tokens] if batching.mode == "pack" else np.atleast_1d(batching.pad_to).tolist()
     if batching.pad == "longest" or any(size is None or size % parts for size in sizes):
-        raise ValueError(f"token_shard needs lengths that are a multiple of {parts}: set pad_to or max_tokens")
+        raise ValueError(
+            f"token_shard needs lengths that are a multiple of {parts}: set pad_to or max_tokens"
+        )
     return token_shard
 
 
@@ -313,8 +316,8 @@ def _window(token_shard: tuple[int, int, int] | None, padded: int) -> range:
     return range(part * size, min((part + 1) * size + overlap, padded))
 
 
-def _cut(place: Place, window: range) -> tuple[Place, int]:
-    """A place within the window, and the first token of the sample that it shows."""
+def _cut(place: Place, window: range) -> Place:
+    """The part of a place that lies in the window, counted from the window's start."""
     start = min(max(place.start, window.start), window.stop)
     stop = max(start, min(place.start + place.tokens, window.stop))
-    return Place(place.row, start - window.start, stop - start), start - place.start if stop > start else 0
+    return Place(place.row, start - window.start, stop - start, start - place.start if stop > start else 0)

@@ -115,9 +115,7 @@ class SchemaMismatchError(HsStreamError, ValueError):
 
 
 @contextmanager
-def located(
-    *, shard: str | None = None, key: str | None = None, tensor: str | None = None
-) -> Iterator[None]:
+def located(*, shard: str | None = None, key: str | None = None, tensor: str | None = None) -> Iterator[None]:
     """Add the place to any HsStreamError passing out; the innermost place wins."""
     try:
         yield

@@ -191,7 +191,7 @@ class TensorHeader:
             count = shape[0] * shape[1]
             stored = column(entry.get("stored"), "<u4", count, "stored").astype(np.int64).reshape(shape)
             hashes = column(entry.get("xxh3"), "<u8", count, "xxh3").reshape(shape)
-            extras = np.zeros(shape, np.int64)
+            extras: NDArray[np.int64] = np.zeros(shape, np.int64)
             if "extras" in entry:
                 extras = column(entry["extras"], "<u4", count, "extras").astype(np.int64).reshape(shape)
             header = cls(spec, rows, per_block, stored, hashes, extras, runs)

@@ -323,7 +323,9 @@ def _first_of_each_key(
             clashes.append(f"{key} ({places})")
     if clashes:
         listed = ", ".join(clashes[:10]) + (f" and {len(clashes) - 10} more" if len(clashes) > 10 else "")
-        raise FormatError(f"{len(clashes)} keys were sealed twice with different content: {listed}", "duplicate_key")
+        raise FormatError(
+            f"{len(clashes)} keys were sealed twice with different content: {listed}", "duplicate_key"
+        )
     return np.array(kept, np.int64)
 
 

@@ -25,7 +25,8 @@ class Position:
     """Epoch and consumed micro-batches; `USED + 1 + w` says which generation worker w has begun."""
 
     def __init__(self) -> None:
-        self._shared = torch.zeros(USED + 1 + MOST_WORKERS, dtype=torch.int64).share_memory_()
+        shared = torch.zeros(USED + 1 + MOST_WORKERS, dtype=torch.int64)
+        self._shared: torch.Tensor = shared.share_memory_()  # type: ignore[no-untyped-call]
         self._shared[GENERATION] = 1
         self._consumed: int | None = None
         self._worker: tuple[int, int, int] | None = None
@@ -48,7 +49,7 @@ class Position:
         """Begin the next iteration at a state's position."""
         self._begin_at(epoch, consumed)
         worker = state.get("worker")
-        self._loaded_worker = tuple(worker) if worker is not None else None  # type: ignore[assignment]
+        self._loaded_worker = tuple(worker) if worker is not None else None
 
     def _begin_at(self, epoch: int, consumed: int) -> None:
         self._shared[EPOCH], self._shared[BEGIN] = epoch, consumed

@@ -21,7 +21,7 @@ from hsstream.blocks import Buffer, digest, load_block, store_block
 from hsstream.codecs.base import Codes, RowWriter
 from hsstream.errors import CorruptDataError, FormatError, NonFiniteError, SampleError, located
 from hsstream.header import BLOCK_CODE_BYTES, MAX_HEADER_BYTES, MAX_PLAIN_BLOCK, Header, TensorHeader
-from hsstream.sample import DELIVERED, Sample
+from hsstream.sample import DELIVERED, INTEGERS, Sample
 from hsstream.schema import Schema, TensorSpec
 
 #: Header bytes that one block costs: stored size, hash and, at worst, extra bytes.
@@ -75,9 +75,7 @@ def encode(
     return PlainRecord(sample.key, sample.tokens, sample.meta, tensors)
 
 
-def _encode_tensor(
-    spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64] | None
-) -> PlainTensor:
+def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64] | None) -> PlainTensor:
     if runs is not None:
         value = torch.cat([value[first : first + count] for first, count in runs.tolist()] or [value[:0]])
     rows = value.shape[0]
@@ -114,14 +112,12 @@ def rows_per_block(spec: TensorSpec, rows: int) -> int:
     return max(1, BLOCK_CODE_BYTES // row, -(-rows // max(1, most_blocks)))
 
 
-def _encode_member(
-    spec: TensorSpec, values: torch.Tensor, per_block: int
-) -> tuple[list[bytes], list[int]]:
+def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tuple[list[bytes], list[int]]:
     """One member [R, V, H] to plain blocks. On a device it is encoded whole, on the host block by block."""
     blocks, extras = [], []
     step = len(values) if values.device.type != "cpu" else per_block
     for start in range(0, len(values), max(step, 1)):
-        chunk = values[start : start + step].contiguous()
+        chunk = _contiguous(values[start : start + step])
         _check_finite(chunk, start)
         codes = _to_host(spec.codec.encode(chunk))
         for first in range(0, len(chunk), per_block):
@@ -131,11 +127,31 @@ def _encode_member(
     return blocks, extras
 
 
+def _contiguous(values: torch.Tensor) -> torch.Tensor:
+    """A dense copy where needed; on the host by numpy, since torch would start threads for each block."""
+    if values.is_contiguous():
+        return values
+    if values.device.type != "cpu":
+        return values.contiguous()
+    dense = np.ascontiguousarray(values.view(INTEGERS[values.itemsize]).numpy())
+    return torch.from_numpy(dense).view(values.dtype)
+
+
 def _check_finite(values: torch.Tensor, start: int) -> None:
-    if not values.dtype.is_floating_point or bool(torch.isfinite(values).all()):
+    if not values.dtype.is_floating_point or _is_finite(values):
         return
     row = int(torch.nonzero(~torch.isfinite(values).flatten(1).all(dim=1))[0])
     raise NonFiniteError(f"NaN or Inf at token {start + row}")
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if values.device.type == "cpu" and values.dtype is torch.bfloat16:
+        # All exponent bits set is NaN or Inf. numpy, for the same reason as above.
+        exponents = values.view(torch.int16).numpy() & np.int16(0x7F80)
+        return bool(exponents.max(initial=0) < 0x7F80)
+    if values.device.type == "cpu":
+        return bool(np.isfinite(values.numpy()).all())
+    return bool(torch.isfinite(values).all())
 
 
 def _to_host(codes: Codes) -> Codes:
@@ -179,9 +195,7 @@ def seal(plain: PlainRecord) -> Record:
 Payload = Callable[[int, int], memoryview]
 
 
-def read_rows(
-    tensor: TensorHeader, member: int, payload: Payload, tokens: range, write: RowWriter
-) -> None:
+def read_rows(tensor: TensorHeader, member: int, payload: Payload, tokens: range, write: RowWriter) -> None:
     """Decode tokens [tokens.start, tokens.stop) of one member by `write`, whose row 0 is tokens.start.
 
     Block by block, so that codes stay in the cache between hash and decode. Rows that were not
@@ -246,9 +260,7 @@ def _segments(tensor: TensorHeader, block: int, tokens: range) -> Iterator[tuple
         before += count
 
 
-def read_tensor(
-    tensor: TensorHeader, payload_of: Callable[[int], Payload], tokens: range
-) -> torch.Tensor:
+def read_tensor(tensor: TensorHeader, payload_of: Callable[[int], Payload], tokens: range) -> torch.Tensor:
     """Tokens [start, stop) of a whole tensor in its source dtype, before `deliver`.
 
     payload_of(member) gives access to the bytes of one of its members.

@@ -36,6 +36,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+#: Integers of each size: the way through numpy, which has no bfloat16, for any dtype.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 #: The captured states: the tensors the `codec` argument of the writer speaks of.
 HIDDEN_STATES = ("aux_hidden_states", "last_hidden_state")
 
@@ -255,7 +258,9 @@ def _check_meta(value: Any, where: str, depth: int) -> None:
         if not -(2**63) <= value < 2**64:
             raise SampleError(f"{where} holds an integer of more than 64 bits")
     elif not isinstance(value, (bytes, bool, float, type(None))):
-        raise SampleError(f"{where} is a {type(value).__name__}; metadata holds str, bytes, numbers, lists, dicts")
+        raise SampleError(
+            f"{where} is a {type(value).__name__}; metadata holds str, bytes, numbers, lists, dicts"
+        )
 
 
 def _check_text(value: str, where: str) -> None:

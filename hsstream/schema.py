@@ -83,7 +83,7 @@ class TensorSpec:
             raise FormatError(f"{name}: unknown dtype {dtype!r:.80}", "bad_field")
         if compression not in COMPRESSIONS:
             raise FormatError(f"{name}: unknown compression {compression!r:.80}", "unknown_feature")
-        if not _is_shape(shape):
+        if not isinstance(shape, (list, tuple)) or not _is_shape(shape):
             raise FormatError(f"{name}: bad shape {shape!r:.80}", "bad_field")
         codec = codec_from_header(data.get("codec", ""), data.get("params", {}))
         try:
@@ -93,10 +93,9 @@ class TensorSpec:
         return cls(name, DTYPES[dtype], tuple(shape), codec, compression)
 
 
-def _is_shape(shape: Any) -> bool:
+def _is_shape(shape: Sequence[Any]) -> bool:
     return (
-        isinstance(shape, (list, tuple))
-        and len(shape) <= 8
+        len(shape) <= 8
         and all(type(extent) is int and 1 <= extent < 2**31 for extent in shape)
         and (len(shape) < 2 or shape[0] <= MAX_LAYERS)
     )
@@ -147,7 +146,8 @@ class Schema:
         """Raise SchemaMismatchError naming the first tensor and field that differ."""
         if list(self.by_name) != list(other.by_name):
             raise SchemaMismatchError(
-                f"tensors differ: the data set has {', '.join(self.by_name)}; found {', '.join(other.by_name)}"
+                f"tensors differ: the data set has {', '.join(self.by_name)}; "
+                f"found {', '.join(other.by_name)}"
             )
         for here, there in zip(self.tensors, other.tensors, strict=True):
             ours, theirs = here.to_dict(), there.to_dict()
@@ -178,7 +178,9 @@ def schema_of(
             name, value.dtype, tuple(value.shape[1:]), chosen, _compression_for(name, chosen, compression)
         )
         if not _is_shape(spec.trailing):
-            raise SampleError(f"{name} has too many axes, or more than {MAX_LAYERS} layers: {list(value.shape)}")
+            raise SampleError(
+                f"{name} has too many axes, or more than {MAX_LAYERS} layers: {list(value.shape)}"
+            )
         specs.append(spec)
     return Schema(tuple(specs))
 
@@ -245,6 +247,7 @@ class DatasetInfo:
         for name in ("last_rows", "ttt_length"):
             if getattr(self, name) != getattr(other, name):
                 raise SchemaMismatchError(
-                    f"{name} differs: the data set has {getattr(self, name)!r}, found {getattr(other, name)!r}"
+                    f"{name} differs: the data set has {getattr(self, name)!r}, "
+                    f"found {getattr(other, name)!r}"
                 )
         (self.model or ModelInfo()).require_same(other.model or ModelInfo())

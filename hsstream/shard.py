@@ -155,9 +155,7 @@ def read_index(read: Callable[[int, int], memoryview], tail: memoryview, size: i
     return ShardIndex(info, table, size, xxh3)
 
 
-def _footer(
-    read: Callable[[int, int], memoryview], tail: memoryview, size: int
-) -> tuple[int, int, int]:
+def _footer(read: Callable[[int, int], memoryview], tail: memoryview, size: int) -> tuple[int, int, int]:
     at = len(tail) - END_BYTES - FOOTER.size
     fields = FOOTER.unpack(tail[at : at + FOOTER.size]) if at >= 0 else (b"", 0, 0, 0)
     magic, payload, length, xxh3 = fields
@@ -189,9 +187,7 @@ def _check_places(info: DatasetInfo, table: SampleTable, end: int) -> None:
         raise FormatError("the index names an impossible sample", "bad_field")
 
 
-def walk_members(
-    read: Callable[[int, int], memoryview], size: int
-) -> Iterator[tuple[str, int, int]]:
+def walk_members(read: Callable[[int, int], memoryview], size: int) -> Iterator[tuple[str, int, int]]:
     """(name, start, stop) of every member's payload, hopping over the tar headers alone.
 
     Raises TruncatedShardError where the file ends inside a member, FormatError(`bad_tar`) where a

@@ -43,7 +43,7 @@ class Job:
     infos: tuple[DatasetInfo, ...]
     places: tuple[Place, ...]
     shape: tuple[int, int]
-    packed: bool
+    extra: tuple[str, ...]
     filler: bool
     state: dict[str, Any]
 
@@ -144,7 +144,7 @@ def _finish(running: _Running) -> Batch:
         sample.release()
     found = [headers[number] for number in range(len(running.samples))]
     batch = running.builder.finish(
-        [header.key for header in found], [header.meta for header in found], running.job.packed
+        [header.key for header in found], [header.meta for header in found], running.job.extra
     )
     batch.state, batch.filler = running.job.state, running.job.filler
     if batch.filler:

@@ -114,7 +114,7 @@ class SampleTable:
     def pack(self) -> dict[str, Any]:
         """Plain data for msgpack."""
         lengths = np.diff(self.key_ends, prepend=0)
-        packed = {name: _pack_numbers(values) for name, values in self.numbers.items()}
+        packed: dict[str, Any] = {name: _pack_numbers(values) for name, values in self.numbers.items()}
         packed |= {name: values.astype("<u8").tobytes() for name, values in self.hashes.items()}
         return packed | {
             "members": self.sizes.shape[1],
@@ -176,9 +176,7 @@ class TableBuilder:
     def table(self) -> SampleTable:
         """The table so far."""
         facts, places = self._facts, self._places
-        numbers = {
-            name: np.array([getattr(f, name) for f in facts], np.int64) for name in NUMBERS[:4]
-        }
+        numbers = {name: np.array([getattr(f, name) for f in facts], np.int64) for name in NUMBERS[:4]}
         numbers["offset"] = np.array([offset for _, offset in places], np.int64)
         hashes = {
             "ids_xxh3": np.array([f.ids_xxh3 for f in facts], np.uint64),
