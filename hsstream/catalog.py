@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from hsstream.batch import Column
 from hsstream.errors import SampleError, SchemaMismatchError
 from hsstream.fetch import Request
-from hsstream.manifest import DatasetIndex, from_shards, open_dataset
+from hsstream.index import DatasetIndex
+from hsstream.manifest import from_shards, open_dataset
 from hsstream.sample import ModelInfo
 from hsstream.storage import Store, open_store, split_urls
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from hsstream.errors import located
 from hsstream.header import Header, TensorHeader
-from hsstream.manifest import DatasetIndex, check_header, open_dataset
+from hsstream.index import DatasetIndex, check_header
+from hsstream.manifest import open_dataset
 from hsstream.record import Payload, check_member_size, deliver, read_tensor
 from hsstream.sample import Sample
 from hsstream.storage import open_store

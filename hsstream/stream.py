@@ -21,7 +21,7 @@ from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
 from hsstream.errors import located
 from hsstream.fetch import Fetcher, Request, SampleBytes
 from hsstream.header import Header
-from hsstream.manifest import check_header
+from hsstream.index import check_header
 from hsstream.record import check_member_size, read_rows
 from hsstream.schema import DatasetInfo
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from hsstream.appender import Appender, Sealed, ShardLimits
 from hsstream.errors import HsStreamError, NonFiniteError, SampleError, StorageFullError, located
 from hsstream.header import pack, unpack
-from hsstream.manifest import combine, commit_all, read_shard_indexes
+from hsstream.index import combine
+from hsstream.manifest import commit_all, read_shard_indexes
 from hsstream.record import PlainRecord, encode, reachable_runs, seal
 from hsstream.sample import ModelInfo, Sample, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of

@@ -79,7 +79,7 @@ class TempFile:
         with typed("create a file", directory):
             directory.mkdir(parents=True, exist_ok=True)
             # Not mkstemp: its mode 0600 would hide published shards from the other users of a cluster.
-            self.file: IO[bytes] = _TypedFile(str(self.path), "x+")  # type: ignore[assignment]
+            self.file: IO[bytes] = _TypedFile(str(self.path), "x+")
         with suppress(OSError):
             fcntl.flock(self.file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
