@@ -33,6 +33,7 @@ from hsstream.plan import (
 from hsstream.position import Position
 from hsstream.ranks import is_distributed, require_equal_ranks, resolve_rank
 from hsstream.selection import Select, copy_numbers, filter_samples, select_samples, weighted_epoch
+from hsstream.stats import Clock, StreamStats
 from hsstream.stream import Job, stream
 
 PREFETCH_BYTES = 512 << 20
@@ -64,6 +65,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
             batch, plus `overlap` tokens of the next part, with `position_ids`; for sequence parallelism.
         pin_memory: batches in page-locked memory, for `batch.to("cuda", non_blocking=True)`.
         prefetch_bytes: bound of the compressed bytes in flight, and of the decoded bytes ahead.
+        slow_batch_s: log what every stage waits for when a batch takes longer than this.
 
     Raises:
         StorageError, FormatError: a root cannot be read.
@@ -93,6 +95,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
         token_shard: tuple[int, int, int] | None = None,
         pin_memory: bool = False,
         prefetch_bytes: int = PREFETCH_BYTES,
+        slow_batch_s: float = 60.0,
     ) -> None:
         super().__init__()
         if dequantize not in ("host", "device"):
@@ -111,7 +114,8 @@ class HiddenStateDataset(IterableDataset[Batch]):
         self._rank, self._world_size = rank, world_size
         self._threads, self._prefetch_bytes = threads, prefetch_bytes
         self._token_shard = _checked_shard(token_shard, batching)
-        self._pin_memory = pin_memory
+        self._pin_memory, self._slow_batch_s = pin_memory, slow_batch_s
+        self._clock: Clock | None = None
         self._position = Position()
         self.dropped: dict[str, int] = {}
         self._adopt(open_catalog(root, storage_options))
@@ -133,7 +137,8 @@ class HiddenStateDataset(IterableDataset[Batch]):
                 f"no sample is left of {len(catalog.lengths)}: dropped {dropped or 'by select'}"
             )
         self._catalog, self._columns, self.dropped = catalog, columns, dropped
-        self._samples = np.sort(chosen[kept]) if self._order.shuffle else chosen[kept]
+        in_storage_order = self._order.shuffle or any(s.weight != 1 for s in catalog.sources)
+        self._samples = np.sort(chosen[kept]) if in_storage_order else chosen[kept]
         self._fingerprint = fingerprint(
             catalog.lengths[self._samples],
             catalog.shards[self._samples],
@@ -207,12 +212,23 @@ class HiddenStateDataset(IterableDataset[Batch]):
             ResumeError: the state belongs to other data, another seed, batching, order or version.
         """
         try:
-            epoch, consumed, _ = check_state(state, self._fingerprint)
+            epoch, consumed, lanes = self._check(state)
         except ResumeError:
             if not self._reopen(state):
                 raise
-            epoch, consumed, _ = check_state(state, self._fingerprint)
+            epoch, consumed, lanes = self._check(state)
+        if lanes != self._plan(epoch).lanes:
+            raise ResumeError(f"the state was made with {lanes} lanes, this run has {self._plan(epoch).lanes}")
         self._position.load(epoch, consumed, state)
+
+    def _check(self, state: dict[str, Any]) -> tuple[int, int, int]:
+        here = {
+            "data": f"{len(self._samples)} samples of {self._roots}",
+            "batching": repr(self._batching),
+            "seed": repr(self._order.seed),
+            "order": repr(self._order),
+        }
+        return check_state(state, self._fingerprint, here)
 
     def _reopen(self, state: dict[str, Any]) -> bool:
         """The samples of an earlier index, when samples were appended since the state was made."""
@@ -230,6 +246,10 @@ class HiddenStateDataset(IterableDataset[Batch]):
         lanes = self._plan(epoch).lanes
         return make_state(epoch, consumed, lanes, self._fingerprint) | {"index": self._catalog.digests()}
 
+    def stats(self) -> StreamStats:
+        """Time and bytes of each stage in the latest iteration of this process, with a verdict."""
+        return StreamStats() if self._clock is None else self._clock.snapshot()
+
     # -- iteration -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
@@ -238,7 +258,16 @@ class HiddenStateDataset(IterableDataset[Batch]):
         epoch, consumed, skip = self._position.begin(worker if info else None, workers)
         memory: Memory = PinnedMemory() if self._pin_memory else SlabPool(2 * self._prefetch_bytes)
         jobs = self._jobs(epoch, consumed, range(worker + skip * workers, 1 << 62, workers))
-        batches = stream(jobs, self._columns, memory, self._threads, self._prefetch_bytes)
+        self._clock = Clock()
+        batches = stream(
+            jobs,
+            self._columns,
+            memory,
+            self._threads,
+            self._prefetch_bytes,
+            self._clock,
+            self._slow_batch_s,
+        )
         for batch in batches:
             self._position.advance(batch.state["consumed"])
             yield batch
@@ -279,7 +308,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker has no process group to ask.
         rank, world_size = resolve_rank(self._rank, self._world_size)
-        return self.__dict__ | {"_rank": rank, "_world_size": world_size, "_plans": {}}
+        return self.__dict__ | {"_rank": rank, "_world_size": world_size, "_plans": {}, "_clock": None}
 
 
 def _identity(catalog: Catalog, samples: NDArray[np.int64]) -> bytes:
@@ -299,10 +328,11 @@ def _checked_shard(
     part, parts, overlap = token_shard
     if not 0 <= part < parts or overlap < 0:
         raise ValueError(f"token_shard is (i, n, overlap) with 0 <= i < n, got {token_shard}")
-    sizes = [batching.max_tokens] if batching.mode == "pack" else np.atleast_1d(batching.pad_to).tolist()
-    if batching.pad == "longest" or any(size is None or size % parts for size in sizes):
+    sizes = [] if batching.mode == "pack" else np.atleast_1d(batching.pad_to).tolist()
+    sizes += [] if batching.max_tokens is None else [batching.max_tokens]
+    if batching.pad == "longest" or any(size % parts for size in sizes):
         raise ValueError(
-            f"token_shard needs lengths that are a multiple of {parts}: set pad_to or max_tokens"
+            f"token_shard needs lengths that are a multiple of {parts}: set pad_to and max_tokens"
         )
     return token_shard
 

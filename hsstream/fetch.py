@@ -12,12 +12,13 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hsstream.header import Header
 from hsstream.record import Payload
+from hsstream.stats import Clock
 from hsstream.storage import Store
 from hsstream.table import SampleTable
 
@@ -70,14 +71,15 @@ class SampleBytes(Protocol):
 class LocalBytes:
     """Views of a mapped file; nothing is fetched ahead but by the operating system."""
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, clock: Clock) -> None:
+        self._request, self._clock = request, clock
         self._starts = request.table.member_starts(request.sample)
 
     def member(self, column: int) -> Payload:
         request, start = self._request, int(self._starts[column])
         stop = start + int(request.table.sizes[request.sample, column])
         view = request.store.read(request.shard, start, stop)
+        self._clock.add(bytes_read=stop - start)
         return lambda a, b: view[a:b]
 
     def release(self) -> None:
@@ -100,6 +102,7 @@ class RemoteBytes:
 
     request: Request
     free: Callable[[_Chunk], None]
+    clock: Clock
     chunks: list[_Chunk] = field(default_factory=list)
 
     def member(self, column: int) -> Payload:
@@ -112,6 +115,9 @@ class RemoteBytes:
         while start < stop:
             chunk = self.chunks[at]
             end = min(stop, chunk.stop)
+            if not chunk.data.done():
+                with self.clock.timed("starving", f"waiting for {self.request.shard} at byte {chunk.start}"):
+                    wait([chunk.data])
             parts.append(chunk.data.result()[start - chunk.start : end - chunk.start])
             start, at = end, at + 1
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
@@ -126,8 +132,8 @@ class RemoteBytes:
 class RemoteFetcher:
     """Fetches requests ahead of their use, in groups of about half the limit."""
 
-    def __init__(self, limit: int, threads: int = FETCH_THREADS) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, clock: Clock, threads: int = FETCH_THREADS) -> None:
+        self._limit, self._clock = limit, clock
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-fetch")
         self._lock = threading.Lock()
         self._held = 0
@@ -136,10 +142,15 @@ class RemoteFetcher:
         """End the threads; reads in flight are waited for, others dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    @property
+    def held(self) -> int:
+        """Bytes in flight or held now."""
+        with self._lock:
+            return self._held
+
     def has_room(self) -> bool:
         """Whether another group may be fetched."""
-        with self._lock:
-            return self._held <= self._limit // 2
+        return self.held <= self._limit // 2
 
     @property
     def group_bytes(self) -> int:
@@ -148,7 +159,7 @@ class RemoteFetcher:
 
     def fetch(self, requests: Sequence[Request]) -> list[RemoteBytes]:
         """Begin to read what the requests need. Token ranges cost a read of their headers first."""
-        samples = [RemoteBytes(request, self._free) for request in requests]
+        samples = [RemoteBytes(request, self._free, self._clock) for request in requests]
         headers = self._headers([request for request in requests if not request.whole])
         by_shard: dict[tuple[int, str], dict[tuple[int, int], set[int]]] = {}
         for number, request in enumerate(requests):
@@ -178,7 +189,13 @@ class RemoteFetcher:
     def _start(self, store: Store, shard: str, start: int, stop: int, users: int) -> _Chunk:
         with self._lock:
             self._held += stop - start
-        return _Chunk(start, stop, self._pool.submit(store.read, shard, start, stop), users)
+        return _Chunk(start, stop, self._pool.submit(self._read, store, shard, start, stop), users)
+
+    def _read(self, store: Store, shard: str, start: int, stop: int) -> memoryview:
+        with self._clock.timed("reading", f"reading {store.where(shard)} bytes {start} to {stop}"):
+            data = store.read(shard, start, stop)
+        self._clock.add(bytes_read=stop - start)
+        return data
 
     def _free(self, chunk: _Chunk) -> None:
         with self._lock:
@@ -228,9 +245,9 @@ def _joined(
 class Fetcher:
     """`SampleBytes` for job after job: local ones at once, others fetched ahead in groups."""
 
-    def __init__(self, jobs: Iterable[tuple[object, list[Request]]], limit: int) -> None:
+    def __init__(self, jobs: Iterable[tuple[object, list[Request]]], limit: int, clock: Clock) -> None:
         self._jobs = iter(jobs)
-        self._limit = limit
+        self._limit, self._clock = limit, clock
         self._ready: deque[tuple[object, list[SampleBytes]]] = deque()
         self._remote: RemoteFetcher | None = None
 
@@ -239,6 +256,11 @@ class Fetcher:
         if not self._ready or (self._remote is not None and self._remote.has_room()):
             self._fill()
         return self._ready.popleft() if self._ready else None
+
+    @property
+    def held(self) -> int:
+        """Compressed bytes in flight or held now."""
+        return self._remote.held if self._remote is not None else 0
 
     def close(self) -> None:
         """End all threads."""
@@ -255,7 +277,7 @@ class Fetcher:
             group.append(entry)
             nbytes += sum(request.nbytes for request in entry[1])
             if self._remote is None and not all(request.store.local for request in entry[1]):
-                self._remote = RemoteFetcher(self._limit)
+                self._remote = RemoteFetcher(self._limit, self._clock)
         requests = [request for _, wanted in group for request in wanted]
         found = self._fetch(requests)
         for job, wanted in group:
@@ -265,4 +287,6 @@ class Fetcher:
     def _fetch(self, requests: list[Request]) -> list[SampleBytes]:
         far = [request for request in requests if not request.store.local]
         fetched = iter(self._remote.fetch(far) if self._remote is not None else ())
-        return [LocalBytes(request) if request.store.local else next(fetched) for request in requests]
+        return [
+            LocalBytes(request, self._clock) if request.store.local else next(fetched) for request in requests
+        ]

@@ -11,10 +11,12 @@ with the generator, however it ends.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from typing import Any
 
 from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
@@ -24,6 +26,9 @@ from hsstream.header import Header
 from hsstream.index import check_header
 from hsstream.record import check_member_size, read_rows
 from hsstream.schema import DatasetInfo
+from hsstream.stats import Clock
+
+logger = logging.getLogger("hsstream")
 
 #: Samples above this are decoded by several threads at once, a tensor each.
 SPLIT_BYTES = 4 << 20
@@ -48,14 +53,22 @@ class Job:
     state: dict[str, Any]
 
 
-@dataclass
 class _Running:
     """A job whose samples are being decoded."""
 
-    job: Job
-    builder: BatchBuilder
-    samples: list[SampleBytes]
-    tasks: list[tuple[int, Future[Header]]] = field(default_factory=list)
+    def __init__(
+        self, job: Job, columns: Sequence[Column], memory: Memory, samples: list[SampleBytes], clock: Clock
+    ) -> None:
+        self.job, self.samples, self.clock = job, samples, clock
+        self.builder = BatchBuilder(columns, job.shape, job.places, memory)
+        self.tasks: list[tuple[int, Future[Header]]] = []
+
+    def submit(self, pool: ThreadPoolExecutor, columns: Sequence[Column]) -> None:
+        """A task for each sample; for each tensor of a large one."""
+        for number, request in enumerate(self.job.requests):
+            large = request.nbytes > SPLIT_BYTES
+            for part in [[column] for column in columns] if large else [list(columns)]:
+                self.tasks.append((number, pool.submit(_decode, self, number, part)))
 
 
 def stream(
@@ -64,12 +77,15 @@ def stream(
     memory: Memory,
     threads: int,
     prefetch_bytes: int,
+    clock: Clock,
+    slow_batch_s: float,
 ) -> Iterator[Batch]:
     """Batches of `jobs`, in their sequence, with `threads` decoding ahead of their use.
 
     prefetch_bytes bounds the compressed bytes in flight or held, and the decoded bytes ahead, each.
+    A batch that takes longer than slow_batch_s is logged with what every stage waits for.
     """
-    fetcher = Fetcher(((job, list(job.requests)) for job in jobs), prefetch_bytes)
+    fetcher = Fetcher(((job, list(job.requests)) for job in jobs), prefetch_bytes, clock)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-decode")
     running: deque[_Running] = deque()
     try:
@@ -78,16 +94,20 @@ def stream(
                 entry = fetcher.next()
                 if entry is None:
                     break
-                running.append(_start(pool, entry[0], entry[1], columns, memory))  # type: ignore[arg-type]
+                started = _Running(entry[0], columns, memory, entry[1], clock)  # type: ignore[arg-type]
+                started.submit(pool, columns)
+                running.append(started)
             if not running:
                 return
-            yield _finish(running.popleft())
+            clock.set(batches_ahead=len(running) - 1, bytes_held=fetcher.held)
+            yield _finish(running.popleft(), slow_batch_s)
     finally:
         for each in running:
             for _, task in each.tasks:
                 task.cancel()
         fetcher.close()
         pool.shutdown(wait=True, cancel_futures=True)
+        clock.stop()
 
 
 def _wants_more(running: deque[_Running], limit: int) -> bool:
@@ -96,24 +116,14 @@ def _wants_more(running: deque[_Running], limit: int) -> bool:
     return len(running) < MOST_AHEAD and sum(each.builder.nbytes for each in running) < limit
 
 
-def _start(
-    pool: ThreadPoolExecutor,
-    job: Job,
-    samples: list[SampleBytes],
-    columns: Sequence[Column],
-    memory: Memory,
-) -> _Running:
-    builder = BatchBuilder(columns, job.shape, job.places, memory)
-    running = _Running(job, builder, samples)
-    for number, request in enumerate(job.requests):
-        parts = [[column] for column in columns] if request.nbytes > SPLIT_BYTES else [list(columns)]
-        for part in parts:
-            running.tasks.append((number, pool.submit(_decode, running, number, part)))
-    return running
-
-
 def _decode(running: _Running, number: int, columns: Sequence[Column]) -> Header:
     """The rows of some tensors of one sample, straight into the batch."""
+    request = running.job.requests[number]
+    with running.clock.timed("decoding", f"decoding {request.shard} sample {request.sample}"):
+        return _decode_sample(running, number, columns)
+
+
+def _decode_sample(running: _Running, number: int, columns: Sequence[Column]) -> Header:
     job, request, source = running.job, running.job.requests[number], running.samples[number]
     info = job.infos[number]
     with located(shard=request.shard, key=request.table.keys[request.sample]):
@@ -138,15 +148,36 @@ def _decode_column(running: _Running, number: int, column: Column, header: Heade
         read_rows(tensor, member, source.member(first + member), range(request.start, request.stop), write)
 
 
-def _finish(running: _Running) -> Batch:
-    headers = {number: task.result() for number, task in running.tasks}
+def _finish(running: _Running, slow_batch_s: float) -> Batch:
+    job, clock = running.job, running.clock
+    with clock.timed("waiting", "waiting for a batch"):
+        headers = {number: _result(task, running, slow_batch_s) for number, task in running.tasks}
     for sample in running.samples:
         sample.release()
     found = [headers[number] for number in range(len(running.samples))]
     batch = running.builder.finish(
-        [header.key for header in found], [header.meta for header in found], running.job.extra
+        [header.key for header in found], [header.meta for header in found], job.extra
     )
-    batch.state, batch.filler = running.job.state, running.job.filler
+    batch.state, batch.filler = job.state, job.filler
     if batch.filler:
         batch["loss_mask"].zero_()
+    tokens = sum(place.tokens for place in job.places)
+    clock.add(batches=1, samples=len(found), tokens=tokens, bytes_out=running.builder.nbytes)
     return batch
+
+
+def _result(task: Future[Header], running: _Running, slow_batch_s: float) -> Header:
+    while True:
+        try:
+            return task.result(timeout=slow_batch_s)
+        except FutureTimeout:
+            if task.done():
+                raise
+            open_tasks = sum(not each.done() for _, each in running.tasks)
+            logger.warning(
+                "a batch takes longer than %g s: %d of %d decode tasks are open; in flight: %s",
+                slow_batch_s,
+                open_tasks,
+                len(running.tasks),
+                "; ".join(running.clock.in_flight()) or "nothing",
+            )

@@ -34,7 +34,7 @@ def steps(n_batches: int, consumed: int, world: int, tail: str) -> int:
     _check(n_batches, consumed, world, tail)
     left = max(0, n_batches - consumed)
     count = left // world if tail == "drop" else -(-left // world)
-    if count == 0 and (consumed == 0 or n_batches == 0):
+    if count == 0 and consumed == 0:
         raise ValueError(
             f"an epoch of {n_batches} micro-batches has no step for {world} ranks with tail={tail!r}: "
             "use smaller batches, fewer ranks or, if there are any samples, tail='repeat'"

@@ -1,0 +1,102 @@
+"""Where the time of a stream goes, and what it waits for.
+
+In: durations and bytes from the stages, as they happen, from any thread. Out: `StreamStats`, a snapshot
+with a one-line verdict; for the watchdog, what is in flight right now.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+#: Below this part of the time spent waiting for batches, loading is not what limits the loop.
+NEGLIGIBLE = 0.05
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """Totals since the iteration began. Seconds of threads are summed over them.
+
+    seconds: since the iteration began; waiting: of these, the loop was blocked until a batch was ready.
+    reading: fetch threads reading (remote stores); starving: decode threads waiting for bytes;
+    decoding: decode threads checking, decompressing and decoding (with the page faults of mapped files).
+    bytes_read: stored bytes taken; bytes_out: of delivered tensors. batches_ahead, bytes_held: now.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    tokens: int = 0
+    bytes_read: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    reading: float = 0.0
+    starving: float = 0.0
+    decoding: float = 0.0
+    batches_ahead: int = 0
+    bytes_held: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """What limits the loop, in one line."""
+        if self.batches == 0:
+            return "nothing was delivered yet"
+        rate = self.bytes_read / max(self.seconds, 1e-9) / 1e6
+        tokens = self.tokens / max(self.seconds, 1e-9)
+        pace = f"{tokens:,.0f} tokens/s, {rate:,.0f} MB/s read"
+        if self.waiting < NEGLIGIBLE * self.seconds:
+            return f"the consumer is the bottleneck ({pace}; it waited {self.waiting:.1f} s)"
+        share = self.waiting / self.seconds
+        stage = "the network" if self.starving > self.decoding else "decoding"
+        return f"bound by {stage}: {pace}; the loop waited {share:.0%} of {self.seconds:.1f} s"
+
+
+class Clock:
+    """Collects what the stages report; safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self._stopped: float | None = None
+        self._totals = StreamStats()
+        self._running: dict[int, tuple[str, float]] = {}
+
+    def add(self, **amounts: float) -> None:
+        """Add to some totals by name."""
+        with self._lock:
+            new = {name: getattr(self._totals, name) + amount for name, amount in amounts.items()}
+            self._totals = replace(self._totals, **new)
+
+    def set(self, **values: int) -> None:
+        """Set what is a level and not a total."""
+        with self._lock:
+            self._totals = replace(self._totals, **values)
+
+    @contextmanager
+    def timed(self, stage: str, what: str) -> Iterator[None]:
+        """Add the time inside to `stage`; while it lasts, `in_flight` lists `what`."""
+        started, ticket = time.monotonic(), object()
+        self._running[id(ticket)] = (what, started)
+        try:
+            yield
+        finally:
+            del self._running[id(ticket)]
+            self.add(**{stage: time.monotonic() - started})
+
+    def stop(self) -> None:
+        """The iteration has ended: its seconds stand still."""
+        self._stopped = time.monotonic()
+
+    def snapshot(self) -> StreamStats:
+        """The totals as of now."""
+        with self._lock:
+            return replace(self._totals, seconds=(self._stopped or time.monotonic()) - self._started)
+
+    def in_flight(self) -> list[str]:
+        """What is being done now, the oldest first."""
+        now = time.monotonic()
+        running = sorted(self._running.copy().values(), key=lambda entry: entry[1])
+        return [f"{what} for {now - started:.0f} s" for what, started in running]
