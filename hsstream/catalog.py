@@ -96,6 +96,15 @@ class Catalog:
         """Key of every sample."""
         return [key for source in self.sources for key in source.index.table.keys]
 
+    def key_bytes(self, samples: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
+        """The keys of some samples, one after another, and their lengths."""
+        tables = [source.index.table for source in self.sources]
+        lengths = np.concatenate([np.diff(table.key_ends, prepend=0) for table in tables])
+        if len(samples) == len(lengths) and bool((samples == np.arange(len(samples))).all()):
+            return b"".join(table.key_text for table in tables), lengths
+        keys = self.keys
+        return "".join(keys[sample] for sample in samples.tolist()).encode(), lengths[samples]
+
     def source_of(self, sample: int) -> tuple[Source, int]:
         """The source of a sample of the catalog, and its number there."""
         number = int(np.searchsorted(self._begins, sample, side="right")) - 1

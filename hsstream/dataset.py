@@ -130,7 +130,8 @@ class HiddenStateDataset(IterableDataset[Batch]):
         columns = choose_columns(catalog.first.index.info.schema, *self._deliver)
         if self._order.tail == "mask" and "loss_mask" not in {column.spec.name for column in columns}:
             raise ValueError("tail='mask' needs loss_mask among the delivered tensors")
-        chosen = select_samples(catalog.keys, self._select)
+        everything = np.arange(len(catalog.lengths))
+        chosen = everything if self._select is None else select_samples(catalog.keys, self._select)
         kept, dropped = filter_samples(catalog.lengths[chosen], catalog.supervised[chosen], **self._filters)
         if len(kept) == 0:
             raise SampleError(
@@ -218,7 +219,9 @@ class HiddenStateDataset(IterableDataset[Batch]):
                 raise
             epoch, consumed, lanes = self._check(state)
         if lanes != self._plan(epoch).lanes:
-            raise ResumeError(f"the state was made with {lanes} lanes, this run has {self._plan(epoch).lanes}")
+            raise ResumeError(
+                f"the state was made with {lanes} lanes, this run has {self._plan(epoch).lanes}"
+            )
         self._position.load(epoch, consumed, state)
 
     def _check(self, state: dict[str, Any]) -> tuple[int, int, int]:
@@ -312,12 +315,12 @@ class HiddenStateDataset(IterableDataset[Batch]):
 
 
 def _identity(catalog: Catalog, samples: NDArray[np.int64]) -> bytes:
-    """What tells these samples from others of the same lengths: keys' and headers' hashes, weights."""
+    """What tells these samples from others of the same lengths: keys, hashes of ids, weights of roots."""
     ids = np.concatenate([source.index.table.hashes["ids_xxh3"] for source in catalog.sources])[samples]
     weights = [(len(source.index.table), source.weight) for source in catalog.sources]
-    keys = catalog.keys
-    text = "\n".join(keys[sample] for sample in samples.tolist())
-    return ids.astype("<u8").tobytes() + text.encode() + repr(weights).encode()
+    text, lengths = catalog.key_bytes(samples)
+    parts = (ids.astype("<u8").tobytes(), lengths.astype("<u1").tobytes(), text, repr(weights).encode())
+    return b"".join(parts)
 
 
 def _checked_shard(

@@ -69,7 +69,7 @@ class ShardReader:
         number = self._number(sample)
         table = self._index.table
         shard = self._index.shards[self._index.shard_of[number]].name
-        with located(shard=shard, key=table.keys[number]):
+        with located(shard=shard, key=table.key(number)):
             header = self._header(shard, number)
             chosen = _token_range(tokens, header.tokens)
             tensors = {

@@ -126,7 +126,7 @@ def _decode(running: _Running, number: int, columns: Sequence[Column]) -> Header
 def _decode_sample(running: _Running, number: int, columns: Sequence[Column]) -> Header:
     job, request, source = running.job, running.job.requests[number], running.samples[number]
     info = job.infos[number]
-    with located(shard=request.shard, key=request.table.keys[request.sample]):
+    with located(shard=request.shard, key=request.table.key(request.sample)):
         header = Header.parse(source.member(0)(0, int(request.table.sizes[request.sample, 0])))
         check_header(header, info, int(request.table.hashes["header_xxh3"][request.sample]))
         for column in columns:

@@ -78,6 +78,11 @@ class SampleTable:
         text, ends = self.key_text.decode("ascii"), self.key_ends.tolist()
         return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
+    def key(self, sample: int) -> str:
+        """One key, without making the list of all."""
+        start = int(self.key_ends[sample - 1]) if sample else 0
+        return self.key_text[start : int(self.key_ends[sample])].decode("ascii")
+
     @property
     def tokens(self) -> NDArray[np.int64]:
         return self.numbers["tokens"]
