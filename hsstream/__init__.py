@@ -23,6 +23,7 @@ from hsstream.plan import Batching, Order, Plan, plan_epoch
 from hsstream.reader import ShardReader
 from hsstream.sample import ModelInfo, Sample
 from hsstream.stock import decode
+from hsstream.teacher import TopKTeacher
 from hsstream.version import __version__
 from hsstream.writer import ShardWriter
 
@@ -45,6 +46,7 @@ __all__ = [
     "ShardWriter",
     "StorageError",
     "StorageFullError",
+    "TopKTeacher",
     "TruncatedShardError",
     "UnsupportedVersionError",
     "__version__",

@@ -203,9 +203,12 @@ class BatchBuilder:
 
     def _allocate(self, column: Column, memory: Memory) -> _Slot:
         shape = (*self._shape, *column.trailing)
-        if not column.quantized:
-            return _Slot(memory.empty(shape, column.dtype))
-        return _Slot(memory.empty(shape, torch.uint8), memory.empty(shape[:-1], torch.float32))
+        try:
+            if not column.quantized:
+                return _Slot(memory.empty(shape, column.dtype))
+            return _Slot(memory.empty(shape, torch.uint8), memory.empty(shape[:-1], torch.float32))
+        except (RuntimeError, MemoryError, ValueError) as error:
+            raise SampleError(f"{column.spec.name} {list(shape)} does not fit in memory: {error}") from error
 
     @property
     def nbytes(self) -> int:
@@ -225,9 +228,12 @@ class BatchBuilder:
     def _code_writer(
         self, column: Column, slot: _Slot, codes: torch.Tensor, scales: torch.Tensor
     ) -> RowWriter:
-        codec = column.spec.codec
-        if not isinstance(codec, ScaledCodec):
-            raise TypeError(f"{codec.name} has no codes to deliver")
+        codec, promised = column.spec.codec, self._columns[column.spec.name].spec.codec
+        if not isinstance(codec, ScaledCodec) or codec.name != promised.name:
+            raise SampleError(
+                f"{column.spec.name} is stored as {promised.name} in one root and {codec.name} in another: "
+                "read them together with dequantize='host'"
+            )
         offset, strides, (_, vectors, width) = codes.storage_offset(), codes.stride(), codes.shape
 
         def escape(positions: torch.Tensor, values: torch.Tensor) -> None:

@@ -27,6 +27,8 @@ FORMAT_VERSION = (1, 0)
 FEATURES = frozenset({"row_runs"})
 MAX_HEADER_BYTES = 1 << 20
 MAX_PLAIN_BLOCK = 32 << 20
+#: A payload must stay below this: the size field of a ustar header ends there.
+MAX_MEMBER_BYTES = 8 << 30
 BLOCK_CODE_BYTES = 256 << 10
 
 
@@ -36,27 +38,37 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: Any, what: str) -> Any:
-    """Plain data from untrusted msgpack: raises FormatError(`bad_msgpack`), never allocates past `data`."""
+    """Plain data from untrusted msgpack, in memory of its order: raises FormatError(`bad_msgpack`)."""
     size = len(data)
     try:
+        # Without making anything first: unpackb allocates a list by the length it claims, at every depth.
+        walk = msgpack.Unpacker(max_buffer_size=max(1, size))
+        walk.feed(data)
+        walk.skip()
         value = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, max_str_len=size, max_bin_len=size,
-            max_array_len=size, max_map_len=size, max_ext_len=0,
+            data, raw=False, strict_map_key=True, ext_hook=_refuse_extension, max_str_len=size,
+            max_bin_len=size, max_array_len=size, max_map_len=size, max_ext_len=0,
         )  # fmt: skip
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FormatError(f"{what} is not valid msgpack: {error}", "bad_msgpack") from None
-    _check_depth(value, what, 0)
+    _check_plain(value, what, 0)
     return value
 
 
-def _check_depth(value: Any, what: str, depth: int) -> None:
-    # Metadata nests up to MAX_NESTING inside the body; the two levels above it are ours.
+def _refuse_extension(code: int, data: bytes) -> Any:  # noqa: ARG001
+    raise ValueError(f"extension type {code}")
+
+
+def _check_plain(value: Any, what: str, depth: int) -> None:
+    # Metadata nests up to MAX_NESTING inside the body, model facts one deeper: the levels above are ours.
     if depth > MAX_NESTING + 2:
         raise FormatError(f"{what} is nested too deep", "bad_msgpack")
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for item in inner:
+    if isinstance(value, dict) and not all(type(name) is str for name in value):
+        raise FormatError(f"{what} has a map with keys that are not strings", "bad_msgpack")
+    inner = value.values() if isinstance(value, dict) else value
+    for item in inner if isinstance(value, (dict, list)) else ():
         if isinstance(item, (dict, list)):
-            _check_depth(item, what, depth + 1)
+            _check_plain(item, what, depth + 1)
 
 
 def pack_hashed(body: Any) -> tuple[bytes, int]:
@@ -138,6 +150,12 @@ class TensorHeader:
         """Where each block ends in its member's payload: [members, blocks]."""
         return np.cumsum(self.stored, axis=1)
 
+    @cached_property
+    def run_ends(self) -> NDArray[np.int64]:
+        """The stored row behind each of `row_runs`: [N], empty without."""
+        runs = np.empty((0, 2), np.int64) if self.row_runs is None else self.row_runs
+        return np.cumsum(runs[:, 1])
+
     def block_rows(self, block: int) -> tuple[int, int]:
         """The stored rows [first, last) of a block."""
         first = block * self.rows_per_block
@@ -199,7 +217,8 @@ class TensorHeader:
             return header
 
     def _check_block_size(self) -> None:
-        rows = min(self.rows_per_block, self.rows)
+        # One row counts even where none is stored: shapes must be sane before anything is allocated.
+        rows = max(1, min(self.rows_per_block, self.rows))
         largest = sum(self.row_bytes) * rows + int(self.extras.max(initial=0))
         if largest > MAX_PLAIN_BLOCK or int(self.stored.max(initial=0)) > MAX_PLAIN_BLOCK:
             raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
@@ -267,4 +286,6 @@ class Header:
             tensors = {tensor.spec.name: tensor for tensor in parsed}
             if len(tensors) != len(parsed):
                 raise FormatError("the sample header names a tensor twice", "bad_field")
+            if "loss_mask" not in tensors and any(tensor.row_runs is not None for tensor in parsed):
+                raise FormatError("row_runs without the loss_mask that they follow from", "bad_field")
             return cls(key, tokens, tensors, meta, found)

@@ -8,6 +8,7 @@ itself (FormatError).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,9 @@ from hsstream.schema import DatasetInfo, Schema
 from hsstream.shard import ShardIndex
 from hsstream.table import SampleTable
 
-#: Hashes do not compress, so no real index is packed further than this.
-MAX_INDEX_RATIO = 64
+#: Hashes do not compress (a header's takes 8 bytes a sample), so no real index is packed further than this.
+MAX_INDEX_RATIO = 1024
+MAX_NUMBER = 2**62
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class DatasetIndex:
         shard_of = column(body.get("shard_of"), "<u4", len(table), "shard_of").astype(np.int32)
         if len(table) and (shard_of.min() < 0 or shard_of.max() >= len(shards)):
             raise FormatError("the index puts a sample into a shard that it does not list", "bad_field")
-        if table.sizes.shape[1] != len(info.schema.extensions):
+        if table.sizes.shape[1] != info.schema.members:
             raise FormatError("the index has another number of members than its schema", "bad_field")
         nbytes = np.array([shard.nbytes for shard in shards], np.int64)
         if len(table) and (table.offset + table.spans > nbytes[shard_of]).any():
@@ -139,25 +141,29 @@ def _index_body(data: bytes, expected: str) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise FormatError("the consolidated index holds no map", "bad_field")
     check_version(body, "the consolidated index")
+    if body.get("kind") != "dataset":
+        raise FormatError(f"the index is of kind {body.get('kind')!r:.80}, not dataset", "bad_field")
     return body
 
 
 def _parse_shards(data: Any) -> list[ShardEntry]:
     if not isinstance(data, list):
         raise FormatError("the list of shards is missing", "bad_field")
-    try:
-        return [
-            ShardEntry(
-                str(entry["name"]),
-                int(entry["bytes"]),
-                int(entry["samples"]),
-                int(entry["tokens"]),
-                int(entry["xxh3"], 16),
-            )
-            for entry in data
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"an entry in the list of shards is broken: {error!r}", "bad_field") from None
+    return [_parse_shard(entry) for entry in data]
+
+
+def _parse_shard(entry: Any) -> ShardEntry:
+    fields = entry if isinstance(entry, dict) else {}
+    name, xxh3 = fields.get("name"), fields.get("xxh3")
+    counts = [fields.get(what) for what in ("bytes", "samples", "tokens")]
+    if not isinstance(name, str) or not isinstance(xxh3, str) or not re.fullmatch("[0-9a-f]{16}", xxh3):
+        raise FormatError(f"the list of shards has name {name!r:.80} and hash {xxh3!r:.80}", "bad_field")
+    nbytes, samples, tokens = (
+        count if type(count) is int and 0 <= count < MAX_NUMBER else -1 for count in counts
+    )
+    if min(nbytes, samples, tokens) < 0:
+        raise FormatError(f"{name:.80}: the list of shards has the numbers {counts!r:.80}", "bad_field")
+    return ShardEntry(name, nbytes, samples, tokens, int(xxh3, 16))
 
 
 def index_name(index_digest: str) -> str:
@@ -215,6 +221,17 @@ def _first_of_each_key(
             f"{len(clashes)} keys were sealed twice with different content: {listed}", "duplicate_key"
         )
     return np.array(kept, np.int64)
+
+
+def check_sample(header: Header, info: DatasetInfo, table: SampleTable, sample: int) -> None:
+    """As `check_header`, against a row of the table, and that both speak of the same sample."""
+    check_header(header, info, int(table.hashes["header_xxh3"][sample]))
+    key, tokens = table.key(sample), int(table.tokens[sample])
+    if header.key != key or header.tokens != tokens:
+        raise FormatError(
+            f"the index has {key} with {tokens} tokens, its header {header.key} with {header.tokens}",
+            "manifest_mismatch",
+        )
 
 
 def check_header(header: Header, info: DatasetInfo, expected: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from hsstream.shard import TAIL_BYTES, ShardIndex, read_index
 from hsstream.storage import Store
 
 MANIFEST = "manifest.json"
+INDEX_PATTERN = re.compile(r"index-[0-9a-f]{16}\.msgpack")
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_INDEX_BYTES = 8 << 30
 TAIL_READERS = 16
@@ -89,7 +91,7 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{MANIFEST} is not valid JSON: {error}", "bad_field") from None
         name = manifest.get("index") if isinstance(manifest, dict) else None
-        if not isinstance(name, str) or not name.startswith("index-") or not name.endswith(".msgpack"):
+        if not isinstance(name, str) or not INDEX_PATTERN.fullmatch(name):
             raise FormatError(f"{MANIFEST} does not name an index", "bad_field")
         check_version(manifest, MANIFEST)
         return manifest  # type: ignore[no-any-return]
@@ -154,8 +156,8 @@ def commit_all(store: Store, known: Mapping[str, ShardIndex] | None = None) -> D
 def commit(store: Store, index: DatasetIndex) -> None:
     """Write the consolidated index under its own name, then the manifest that names it."""
     data = index.pack()
-    if not store.exists(index.name):
-        store.put(index.name, data)
+    # Also where the name is taken: what lies there may be damaged, and this is how it is repaired.
+    store.put(index.name, data)
     text = json.dumps(index.manifest(), indent=1, ensure_ascii=False, default=_plain_bytes)
     store.put(MANIFEST, (text + "\n").encode())
 

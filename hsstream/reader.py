@@ -14,7 +14,7 @@ from typing import Any
 
 from hsstream.errors import located
 from hsstream.header import Header, TensorHeader
-from hsstream.index import DatasetIndex, check_header
+from hsstream.index import DatasetIndex, check_sample
 from hsstream.manifest import open_dataset
 from hsstream.record import Payload, check_member_size, deliver, read_tensor
 from hsstream.sample import Sample
@@ -91,7 +91,7 @@ class ShardReader:
     def _header(self, shard: str, number: int) -> Header:
         table = self._index.table
         header = Header.parse(self._store.read(shard, *table.member_range(number, 0)))
-        check_header(header, self._index.info, int(table.hashes["header_xxh3"][number]))
+        check_sample(header, self._index.info, table, number)
         return header
 
     def _number(self, sample: int | str) -> int:

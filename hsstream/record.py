@@ -20,12 +20,22 @@ from numpy.typing import NDArray
 from hsstream.blocks import Buffer, digest, load_block, store_block
 from hsstream.codecs.base import Codes, RowWriter
 from hsstream.errors import CorruptDataError, FormatError, NonFiniteError, SampleError, located
-from hsstream.header import BLOCK_CODE_BYTES, MAX_HEADER_BYTES, MAX_PLAIN_BLOCK, Header, TensorHeader
+from hsstream.header import (
+    BLOCK_CODE_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_MEMBER_BYTES,
+    MAX_PLAIN_BLOCK,
+    Header,
+    TensorHeader,
+    pack,
+)
 from hsstream.sample import DELIVERED, INTEGERS, Sample
 from hsstream.schema import Schema, TensorSpec
 
 #: Header bytes that one block costs: stored size, hash and, at worst, extra bytes.
 HEADER_BYTES_PER_BLOCK = 16
+#: And, at most, a tensor's description, or what belongs to the sample beside its metadata.
+HEADER_BYTES_PER_TENSOR = 1024
 
 
 @dataclass
@@ -72,7 +82,22 @@ def encode(
     for spec in schema.tensors:
         with located(key=sample.key, tensor=spec.name):
             tensors.append(_encode_tensor(spec, sample.tensors[spec.name], (runs or {}).get(spec.name)))
-    return PlainRecord(sample.key, sample.tokens, sample.meta, tensors)
+    plain = PlainRecord(sample.key, sample.tokens, sample.meta, tensors)
+    _check_header_size(plain)
+    return plain
+
+
+def _check_header_size(plain: PlainRecord) -> None:
+    """Refuse here, in the caller's call, what `Header.pack` would refuse later in a thread."""
+    blocks = sum(len(member) for tensor in plain.tensors for member in tensor.blocks)
+    runs = sum(8 * len(tensor.row_runs) for tensor in plain.tensors if tensor.row_runs is not None)
+    fixed = HEADER_BYTES_PER_TENSOR * (len(plain.tensors) + 1)
+    size = fixed + runs + HEADER_BYTES_PER_BLOCK * blocks + len(pack(plain.meta))
+    if size > MAX_HEADER_BYTES:
+        raise SampleError(
+            f"the header takes {size} bytes, above {MAX_HEADER_BYTES}: "
+            "store less metadata or split the sample"
+        )
 
 
 def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64] | None) -> PlainTensor:
@@ -83,6 +108,8 @@ def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64
     plain = PlainTensor(spec, rows, per_block, [], [], runs)
     for member in value.unbind(1) if spec.layers else (value,):
         blocks, extras = _encode_member(spec, member.reshape(rows, *spec.row_shape), per_block)
+        if (nbytes := sum(map(len, blocks))) >= MAX_MEMBER_BYTES:
+            raise SampleError(f"a member takes {nbytes} bytes, a tar holds less than {MAX_MEMBER_BYTES}")
         plain.blocks.append(blocks)
         plain.extras.append(extras)
     return plain
@@ -138,13 +165,14 @@ def _contiguous(values: torch.Tensor) -> torch.Tensor:
 
 
 def _check_finite(values: torch.Tensor, start: int) -> None:
-    if not values.dtype.is_floating_point or _is_finite(values):
+    if not values.dtype.is_floating_point or is_finite(values):
         return
     row = int(torch.nonzero(~torch.isfinite(values).flatten(1).all(dim=1))[0])
     raise NonFiniteError(f"NaN or Inf at token {start + row}")
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether floating-point values on any device hold neither NaN nor Inf."""
     if values.device.type == "cpu" and values.dtype is torch.bfloat16:
         # All exponent bits set is NaN or Inf. numpy, for the same reason as above.
         exponents = values.view(torch.int16).numpy() & np.int16(0x7F80)
@@ -249,15 +277,15 @@ def _segments(tensor: TensorHeader, block: int, tokens: range) -> Iterator[tuple
         start, stop = max(first, tokens.start), min(last, tokens.stop)
         yield start - tokens.start, start - first, stop - first
         return
-    before = 0
-    for token, count in tensor.row_runs.tolist():
-        # Token t of this run is stored row before + t - token.
-        shift = before - token
+    ends = tensor.run_ends
+    here = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last)) + 1)
+    for (token, count), end in zip(tensor.row_runs[here].tolist(), ends[here].tolist(), strict=True):
+        # Token t of this run is stored row t + shift.
+        shift = end - count - token
         start = max(tokens.start, token, first - shift)
         stop = min(tokens.stop, token + count, last - shift)
         if start < stop:
             yield start - tokens.start, start + shift - first, stop + shift - first
-        before += count
 
 
 def read_tensor(tensor: TensorHeader, payload_of: Callable[[int], Payload], tokens: range) -> torch.Tensor:
@@ -266,14 +294,21 @@ def read_tensor(tensor: TensorHeader, payload_of: Callable[[int], Payload], toke
     payload_of(member) gives access to the bytes of one of its members.
     """
     spec = tensor.spec
-    make = torch.empty if tensor.row_runs is None else torch.zeros
-    out = make((len(tokens), *spec.trailing), dtype=spec.dtype)
     with located(tensor=spec.name):
+        out = _allocated(tensor, (len(tokens), *spec.trailing))
         for member in range(spec.member_count):
             view = out[:, member] if spec.layers else out
             write = spec.codec.value_writer(view.view(len(tokens), *spec.row_shape), spec.dtype)
             read_rows(tensor, member, payload_of(member), tokens, write)
     return out
+
+
+def _allocated(tensor: TensorHeader, shape: tuple[int, ...]) -> torch.Tensor:
+    make = torch.empty if tensor.row_runs is None else torch.zeros
+    try:
+        return make(shape, dtype=tensor.spec.dtype)
+    except (RuntimeError, MemoryError):
+        raise FormatError(f"{list(shape)} values do not fit in memory: read fewer tokens", "bad_length") from None
 
 
 def deliver(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -300,6 +335,8 @@ def _tensor_from_members(tensor: TensorHeader, tokens: int, members: Mapping[str
     missing = [extension for extension in extensions if extension not in members]
     if missing:
         raise FormatError(f"the sample lacks its member {missing[0]}", "missing_member")
+    if not all(isinstance(members[extension], (bytes, bytearray, memoryview)) for extension in extensions):
+        raise FormatError("members must be bytes: do not decode them before hs.decode", "missing_member")
     views = [memoryview(members[extension]) for extension in extensions]
     for member, view in enumerate(views):
         check_member_size(tensor, member, len(view))

@@ -49,6 +49,7 @@ CANONICAL: dict[str, tuple[int, torch.dtype | None]] = {
     "target_topk_ids": (2, torch.int32),
     "target_topk_logits": (2, None),
     "target_logsumexp": (1, None),
+    "target_draft_logsumexp": (1, None),
     "aux_hidden_states": (3, None),
     "last_hidden_state": (2, None),
 }
@@ -63,6 +64,19 @@ DELIVERED: dict[str, torch.dtype] = {
 MAX_TOKENS = 2**31 - 1
 MAX_NESTING = 8
 
+#: What a model fact is, beside tuples and choices.
+FACT_TYPES: dict[str, type] = {
+    "name": str,
+    "revision": str,
+    "hidden_size": int,
+    "num_layers": int,
+    "tokenizer": str,
+    "chat_template_hash": str,
+    "vocab_size": int,
+    "engine": str,
+    "engine_flags": dict,
+    "versions": dict,
+}
 NORM_CHOICES = ("pre", "post", "unknown")
 CONVENTIONS = ("layer_output_0based", "hf_hidden_states_index")
 
@@ -89,7 +103,8 @@ class ModelInfo:
     layer_id_convention: `layer_output_0based` (output of decoder layer k) or
     `hf_hidden_states_index` (entry of Hugging Face `hidden_states`: k is the output of layer k - 1).
     last_hidden_norm, and aux_hidden_norm for each captured layer: whether the state was taken
-    before (`pre`) or after (`post`) the model's final norm, or `unknown`.
+    before (`pre`) or after (`post`) the model's final norm, or `unknown`. draft_vocab_hash: xxh3 of the
+    target ids of the draft vocabulary that `target_draft_logsumexp` was taken over.
     """
 
     name: str | None = None
@@ -103,6 +118,7 @@ class ModelInfo:
     tokenizer: str | None = None
     chat_template_hash: str | None = None
     vocab_size: int | None = None
+    draft_vocab_hash: str | None = None
     engine: str | None = None
     engine_flags: dict[str, Any] | None = None
     versions: dict[str, str] | None = None
@@ -112,6 +128,12 @@ class ModelInfo:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
+        for name, kind in FACT_TYPES.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise SampleError(f"model.{name} must be {kind.__name__}, got {value!r:.80}")
+        if not all(type(layer) is int for layer in self.aux_layer_ids or ()):
+            raise SampleError(f"model.aux_layer_ids must be integers, got {self.aux_layer_ids!r:.80}")
         _check_choice("layer_id_convention", self.layer_id_convention, CONVENTIONS)
         for norm in (self.last_hidden_norm, *(self.aux_hidden_norm or ())):
             _check_choice("a hidden-state norm", norm, NORM_CHOICES)
@@ -156,9 +178,9 @@ def prepare_sample(
     tokens = _common_tokens(converted)
     kept = _real_range(attention_mask, tokens)
     ordered = {name: _storage_form(name, converted[name][kept]) for name in member_order(converted)}
-    checked = dict(meta or {})
-    _check_meta(checked, "meta", 0)
-    return Sample(key, ordered, checked)
+    if meta is not None and not isinstance(meta, Mapping):
+        raise SampleError(f"meta must be a dict, got {type(meta).__name__}")
+    return Sample(key, ordered, _plain_meta(meta or {}, "meta", 1))
 
 
 def check_key(key: Any) -> None:
@@ -183,14 +205,25 @@ def _as_tensor(name: Any, value: Any) -> torch.Tensor:
     if name == "msgpack":
         raise SampleError("tensor name 'msgpack' is taken by the sample header")
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
+        value = _from_array(name, value)
     if not isinstance(value, torch.Tensor):
         raise SampleError(f"{name} must be a torch tensor or numpy array, got {type(value).__name__}")
     if value.dtype not in DTYPE_NAMES:
         raise SampleError(f"{name} has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
+    if value.layout is not torch.strided or value.device.type == "meta":
+        raise SampleError(f"{name} must be a dense tensor with data, got {value.layout} on {value.device}")
     if value.ndim == 0 or 0 in value.shape[1:]:
         raise SampleError(f"{name} has shape {list(value.shape)}; expected [S, ...] with no empty axis")
     return value.detach()
+
+
+def _from_array(name: str, value: np.ndarray[Any, Any]) -> torch.Tensor:
+    try:
+        # torch warns about arrays it could not write to, and shares no strides that run backwards.
+        keep = value.flags.writeable and all(step >= 0 for step in value.strides)
+        return torch.from_numpy(value if keep else value.copy())
+    except (TypeError, ValueError) as error:
+        raise SampleError(f"{name} has dtype {value.dtype}; storable are {', '.join(DTYPES)}") from error
 
 
 def _common_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -208,7 +241,10 @@ def _real_range(attention_mask: Any, tokens: int) -> slice:
     """The range of real tokens: non-zero in the mask, padded on the left, the right, both or neither."""
     if attention_mask is None:
         return slice(0, tokens)
-    mask = torch.as_tensor(attention_mask)
+    try:
+        mask = torch.as_tensor(attention_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SampleError(f"attention_mask is not an array of numbers: {error}") from error
     if mask.shape != (tokens,):
         raise SampleError(f"attention_mask has shape {list(mask.shape)}, expected [{tokens}]")
     real = torch.nonzero(mask).flatten()
@@ -218,6 +254,14 @@ def _real_range(attention_mask: Any, tokens: int) -> slice:
     if last - first + 1 != real.numel():
         raise SampleError("attention_mask has a hole: padding must be on the left or the right only")
     return slice(first, last + 1)
+
+
+def is_canonical(name: str, rank: int, dtype: torch.dtype) -> bool:
+    """Whether a tensor of this name may be stored with that rank and dtype."""
+    if name not in CANONICAL:
+        return True
+    wanted, stored = CANONICAL[name]
+    return rank == wanted and (dtype is stored if stored is not None else dtype.is_floating_point)
 
 
 def _storage_form(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -240,19 +284,24 @@ def _storage_form(name: str, value: torch.Tensor) -> torch.Tensor:
     return stored
 
 
-def _check_meta(value: Any, where: str, depth: int) -> None:
-    if depth >= MAX_NESTING:
+def _plain_meta(value: Any, where: str, depth: int) -> Any:
+    """A checked copy, down to the innermost list: it is packed later, when the caller may have changed it."""
+    if isinstance(value, (Mapping, list, tuple)) and depth > MAX_NESTING:
         raise SampleError(f"{where} is nested deeper than {MAX_NESTING} levels")
     if isinstance(value, Mapping):
-        for name, inner in value.items():
+        for name in value:
             if not isinstance(name, str):
                 raise SampleError(f"{where} has the key {name!r}; keys of metadata are strings")
             _check_text(name, where)
-            _check_meta(inner, f"{where}.{name}", depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            _check_meta(inner, where, depth + 1)
-    elif isinstance(value, str):
+        return {name: _plain_meta(inner, f"{where}.{name}", depth + 1) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_meta(inner, where, depth + 1) for inner in value]
+    _check_scalar(value, where)
+    return value
+
+
+def _check_scalar(value: Any, where: str) -> None:
+    if isinstance(value, str):
         _check_text(value, where)
     elif isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**64:

@@ -18,7 +18,15 @@ import torch
 from hsstream.codecs import codec_from_header, parse_codec
 from hsstream.codecs.base import Codec
 from hsstream.errors import FormatError, SampleError, SchemaMismatchError
-from hsstream.sample import DTYPE_NAMES, DTYPES, HIDDEN_STATES, NAME_PATTERN, ModelInfo, Sample
+from hsstream.presets import codec_for
+from hsstream.sample import (
+    DTYPE_NAMES,
+    DTYPES,
+    NAME_PATTERN,
+    ModelInfo,
+    Sample,
+    is_canonical,
+)
 
 COMPRESSIONS = ("none", "lz4", "zstd")
 MAX_LAYERS = 9999
@@ -76,15 +84,17 @@ class TensorSpec:
         if not isinstance(data, Mapping):
             raise FormatError("a tensor's description is not a map", "bad_field")
         name = data.get("name")
-        if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
+        if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name) or name == "msgpack":
             raise FormatError(f"tensor name {name!r:.80} is not allowed", "bad_field")
         dtype, shape, compression = data.get("dtype"), data.get("shape"), data.get("compression")
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise FormatError(f"{name}: unknown dtype {dtype!r:.80}", "bad_field")
         if compression not in COMPRESSIONS:
             raise FormatError(f"{name}: unknown compression {compression!r:.80}", "unknown_feature")
         if not isinstance(shape, (list, tuple)) or not _is_shape(shape):
             raise FormatError(f"{name}: bad shape {shape!r:.80}", "bad_field")
+        if not is_canonical(name, 1 + len(shape), DTYPES[dtype]):
+            raise FormatError(f"{name}: {dtype} with {1 + len(shape)} axes is not its form", "bad_field")
         codec = codec_from_header(data.get("codec", ""), data.get("params", {}))
         try:
             codec.check(DTYPES[dtype])
@@ -115,6 +125,11 @@ class Schema:
     def extensions(self) -> list[str]:
         """What follows `KEY.` in the members of a sample, the header first."""
         return ["msgpack", *(ext for spec in self.tensors for ext in spec.member_extensions())]
+
+    @property
+    def members(self) -> int:
+        """Members of a sample with its header; `extensions` of an absurd schema would not fit in memory."""
+        return 1 + sum(spec.member_count for spec in self.tensors)
 
     @cached_property
     def first_member(self) -> dict[str, int]:
@@ -172,7 +187,7 @@ def schema_of(
             raise SampleError(f"codec names tensors that the sample lacks: {', '.join(unknown)}")
     specs = []
     for name, value in sample.tensors.items():
-        chosen = parse_codec(_codec_for(name, codec))
+        chosen = parse_codec(codec_for(name, codec))
         chosen.check(value.dtype)
         spec = TensorSpec(
             name, value.dtype, tuple(value.shape[1:]), chosen, _compression_for(name, chosen, compression)
@@ -183,12 +198,6 @@ def schema_of(
             )
         specs.append(spec)
     return Schema(tuple(specs))
-
-
-def _codec_for(name: str, codec: str | Mapping[str, str]) -> str:
-    if isinstance(codec, str):
-        return codec if name in HIDDEN_STATES else "raw"
-    return codec.get(name, "fp8" if name in HIDDEN_STATES else "raw")
 
 
 def _compression_for(name: str, codec: Codec, compression: str | Mapping[str, str] | None) -> str:
@@ -232,14 +241,19 @@ class DatasetInfo:
         schema = Schema(tuple(TensorSpec.from_dict(entry) for entry in data["tensors"]))
         if not schema.tensors or len(schema.by_name) != len(schema.tensors):
             raise FormatError("the data set block has no tensors, or one twice", "bad_field")
-        model, last_rows = data.get("model"), data.get("last_rows", "all")
+        model, last_rows, length = data.get("model"), data.get("last_rows"), data.get("ttt_length")
         if last_rows not in ("all", "supervised"):
-            raise FormatError(f"unknown last_rows {last_rows!r:.80}", "unknown_feature")
+            reason = "unknown_feature" if isinstance(last_rows, str) else "bad_field"
+            raise FormatError(f"unknown last_rows {last_rows!r:.80}", reason)
+        if length is not None and (type(length) is not int or last_rows == "all"):
+            raise FormatError(f"last_rows {last_rows} with ttt_length {length!r:.80}", "bad_field")
+        if model is not None and not isinstance(model, Mapping):
+            raise FormatError(f"model facts are a map, found {model!r:.80}", "bad_field")
         try:
-            info = ModelInfo.from_dict(model) if isinstance(model, Mapping) else None
+            info = None if model is None else ModelInfo.from_dict(model)
         except (SampleError, TypeError) as error:
             raise FormatError(f"bad model facts: {error}", "bad_field") from None
-        return cls(schema, info, last_rows, data.get("ttt_length"))
+        return cls(schema, info, last_rows, length)
 
     def require_same(self, other: DatasetInfo) -> None:
         """Raise SchemaMismatchError naming the field in which `other` differs."""

@@ -24,6 +24,6 @@ def decode(wds_sample: Mapping[str, Any]) -> Sample:
     key, url = wds_sample.get("__key__"), wds_sample.get("__url__")
     with located(shard=str(url) if url else None, key=str(key) if key else None):
         sample = sample_from_members(wds_sample)
-        if key is not None and key.rpartition("/")[2] != sample.key:
+        if key is not None and str(key).rpartition("/")[2] != sample.key:
             raise FormatError(f"members named {key} carry the header of {sample.key}", "missing_member")
         return sample

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
 from hsstream.errors import located
 from hsstream.fetch import Fetcher, Request, SampleBytes
 from hsstream.header import Header
-from hsstream.index import check_header
+from hsstream.index import check_sample
 from hsstream.record import check_member_size, read_rows
 from hsstream.schema import DatasetInfo
 from hsstream.stats import Clock
@@ -128,7 +128,7 @@ def _decode_sample(running: _Running, number: int, columns: Sequence[Column]) ->
     info = job.infos[number]
     with located(shard=request.shard, key=request.table.key(request.sample)):
         header = Header.parse(source.member(0)(0, int(request.table.sizes[request.sample, 0])))
-        check_header(header, info, int(request.table.hashes["header_xxh3"][request.sample]))
+        check_sample(header, info, request.table, request.sample)
         for column in columns:
             with located(tensor=column.spec.name):
                 _decode_column(running, number, column, header)
@@ -144,7 +144,7 @@ def _decode_column(running: _Running, number: int, column: Column, header: Heade
     first = running.job.infos[number].schema.first_member[column.spec.name]
     for place, member in enumerate(column.members):
         check_member_size(tensor, member, int(request.table.sizes[request.sample, first + member]))
-        write = running.builder.writer(column, number, place)
+        write = running.builder.writer(replace(column, spec=tensor.spec), number, place)
         read_rows(tensor, member, source.member(first + member), range(request.start, request.stop), write)
 
 

@@ -7,6 +7,7 @@ little-endian unsigned type that holds it. Refused: columns of another length or
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,12 @@ from numpy.typing import NDArray
 
 from hsstream.blocks import digest
 from hsstream.errors import FormatError
-from hsstream.header import column
-from hsstream.sample import Sample
+from hsstream.header import MAX_MEMBER_BYTES, column
+from hsstream.sample import MAX_TOKENS, Sample
 
 TAR_BLOCK = 512
+MAX_KEY = 56
+KEY_TEXT = re.compile(rb"[A-Za-z0-9_-]*")
 COLUMN_TYPES = ("<u1", "<u2", "<u4", "<u8")
 NUMBERS = ("tokens", "supervised", "supervised_first", "supervised_last", "offset")
 HASHES = ("ids_xxh3", "header_xxh3")
@@ -143,9 +146,22 @@ class SampleTable:
         ends = np.cumsum(lengths, dtype=np.int64)
         text = data.get("keys")
         total = int(ends[-1]) if count else 0
-        if not isinstance(text, bytes) or len(text) != total or not text.isascii():
+        if not isinstance(text, bytes) or len(text) != total:
             raise FormatError("the keys of an index do not fit their lengths", "bad_length")
-        return cls(numbers, hashes, sizes.reshape(count, members), text, ends)
+        table = cls(numbers, hashes, sizes.reshape(count, members), text, ends)
+        table._check_values(lengths)
+        return table
+
+    def _check_values(self, lengths: NDArray[np.uint8]) -> None:
+        """Sane numbers, so that nothing computed from them overflows; keys that follow the pattern."""
+        if (self.sizes >= MAX_MEMBER_BYTES).any():
+            raise FormatError(f"an index has a member of {int(self.sizes.max())} bytes", "bad_length")
+        if (self.tokens < 1).any() or (self.tokens > MAX_TOKENS).any():
+            raise FormatError("an index has a sample with an impossible number of tokens", "bad_field")
+        fine = bool(((lengths >= 1) & (lengths <= MAX_KEY)).all()) and KEY_TEXT.fullmatch(self.key_text)
+        firsts = np.frombuffer(self.key_text or b"0", np.uint8)[self.key_ends - lengths] if fine else lengths
+        if not fine or np.isin(firsts, list(b"-_")).any():
+            raise FormatError("an index has a key that is not allowed", "bad_field")
 
     @classmethod
     def concat(cls, tables: Sequence[SampleTable]) -> SampleTable:

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -26,11 +26,12 @@ from hsstream.header import pack, unpack
 from hsstream.index import combine
 from hsstream.manifest import commit_all, read_shard_indexes
 from hsstream.record import PlainRecord, encode, reachable_runs, seal
-from hsstream.sample import ModelInfo, Sample, prepare_sample
+from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of
 from hsstream.shard import ShardIndex
 from hsstream.storage import Store, open_store
 from hsstream.table import facts_of
+from hsstream.teacher import TopKTeacher
 from hsstream.version import WRITER
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -55,7 +56,7 @@ class ShardWriter:
 
     Args:
         root: directory or URL of the data set; created when missing, continued when it exists.
-        codec: codec of `aux_hidden_states` and `last_hidden_state`, or a map by tensor name.
+        codec: a preset or codec for `aux_hidden_states` and `last_hidden_state`, or a map by tensor name.
         compression: `lz4`, `zstd` or `none` for all tensors, a map by name, or None: the codec's own.
         model: facts about the captured model, the same for the whole data set.
         shard_bytes: a shard is sealed before it would grow past this size.
@@ -68,6 +69,8 @@ class ShardWriter:
         last_rows: `all`, or `supervised` to keep only the rows of `last_hidden_state` that a loss over
             `ttt_length` unrolled steps can reach.
         shard_samples: a shard is sealed at this many samples.
+        teacher: store its largest logits in place of `last_hidden_state` (codec `sparse` needs one, or
+            samples that bring `target_topk_*` themselves).
 
     Raises:
         StorageError: root not writable, or another writer of this name is open.
@@ -90,6 +93,7 @@ class ShardWriter:
         last_rows: Literal["all", "supervised"] = "all",
         ttt_length: int = 7,
         shard_samples: int = 100_000,
+        teacher: TopKTeacher | None = None,
     ) -> None:
         _check_arguments(
             name,
@@ -104,7 +108,8 @@ class ShardWriter:
                 "ttt_length": ttt_length,
             },
         )
-        self._codec, self._compression, self._model = codec, compression, model
+        self._codec, self._compression, self._teacher = codec, compression, teacher
+        self._model = _plain_model(_with_draft_vocabulary(model, teacher))
         self._name, self._threads, self._commit = name, threads, commit
         self._limits = ShardLimits(shard_bytes, shard_samples)
         self._expected_tokens, self._on_nonfinite = expected_tokens, on_nonfinite
@@ -118,8 +123,8 @@ class ShardWriter:
             stack.enter_context(self._store.lock(name))
             self._store.discard_stale(f"{name}-")
             self._known, self._info = _existing(self._store)
-            if self._info is not None and model is not None:
-                (self._info.model or ModelInfo()).require_same(model)
+            if self._info is not None and self._model is not None:
+                (self._info.model or ModelInfo()).require_same(self._model)
             self._keys = {key for index in self._known.values() for key in index.table.keys}
             self._next_number = _next_number(self._known, name)
             self._stack = stack.pop_all()
@@ -149,11 +154,22 @@ class ShardWriter:
             raise SampleError("the writer is closed")
         if self._appender is not None:
             self._appender.check()
-        with located(key=key if isinstance(key, str) else None):
-            sample = prepare_sample(key, tensors, attention_mask, meta)
+        check_key(key)
+        with located(key=key):
+            sample = prepare_sample(key, self._taught(tensors), attention_mask, meta)
             if key in self._keys:
                 raise SampleError("this key was already written: test `key in writer` before writing")
             self._write(sample)
+
+    def _taught(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._teacher is not None:
+            return self._teacher.apply(tensors)
+        if self._codec == "sparse" and "target_topk_ids" not in tensors:
+            raise SampleError(
+                'codec "sparse" keeps the largest logits: give the writer teacher=TopKTeacher(lm_head), '
+                "or the sample target_topk_ids, target_topk_logits and target_logsumexp"
+            )
+        return tensors
 
     def __contains__(self, key: object) -> bool:
         """Whether this key is sealed by an earlier run, or was written by this one."""
@@ -221,9 +237,7 @@ class ShardWriter:
             return self._info
         schema = schema_of(sample, self._codec, self._compression)
         if self._info is None:
-            info = DatasetInfo(schema, self._model, self._last_rows, self._ttt_length)
-            # As a reader will see it: tuples become lists, and what msgpack cannot hold is refused.
-            return DatasetInfo.from_dict(_plain(info))
+            return DatasetInfo(schema, self._model, self._last_rows, self._ttt_length)
         model = self._model or self._info.model
         self._info.require_same(DatasetInfo(schema, model, self._last_rows, self._ttt_length))
         return self._info
@@ -256,6 +270,12 @@ def _check_arguments(
             raise ValueError(f"{what} must be at least 1, got {count}")
 
 
+def _with_draft_vocabulary(model: ModelInfo | None, teacher: TopKTeacher | None) -> ModelInfo | None:
+    if teacher is None or teacher.draft_vocab_hash is None:
+        return model
+    return replace(model or ModelInfo(), draft_vocab_hash=teacher.draft_vocab_hash)
+
+
 def _existing(store: Store) -> tuple[dict[str, ShardIndex], DatasetInfo | None]:
     """The sealed shards at the root, committed or not, and the data set block they agree on."""
     names = [name for name in store.names() if name.endswith(".tar")]
@@ -271,9 +291,12 @@ def _next_number(known: Mapping[str, ShardIndex], name: str) -> int:
     return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
-def _plain(info: DatasetInfo) -> Any:
+def _plain_model(model: ModelInfo | None) -> ModelInfo | None:
+    """Model facts as a reader will see them: tuples become lists, what msgpack cannot hold is refused."""
+    if model is None:
+        return None
     try:
-        return unpack(pack(info.to_dict()), "the data set block")
+        return ModelInfo.from_dict(unpack(pack(model.to_dict()), "model facts"))
     except (TypeError, ValueError, OverflowError) as error:
         raise SampleError(f"model facts must be plain data: {error}") from None
 

@@ -57,6 +57,12 @@ def kernels() -> Any:
     return None
 
 
+@cache
+def encoders() -> Any:
+    """The module of numba encoders, or None, as `kernels`."""
+    return kernels() and importlib.import_module("hsstream.codecs.encoders")
+
+
 def numpy_dtype(dtype: torch.dtype) -> type[np.generic]:
     """The dtype of `flat_view` for tensors of `dtype`: uint16 for bfloat16, int16 for float16."""
     return _VIEWS[dtype][1]

@@ -65,7 +65,12 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor) -> Codes:
-        """Encode finite, contiguous values [R, V, H], on their device."""
+        """Encode values [R, V, H], last axis dense, on their device.
+
+        Values must be finite. Scaled codecs need no check before: they give a vector with a NaN or an
+        infinity an infinite scale (and codes without a meaning), which no reader accepts, so the
+        scales tell.
+        """
 
     def pack_extras(self, codes: Codes, row_start: int, row_stop: int) -> bytes:  # noqa: ARG002
         """The extra bytes of rows [row_start, row_stop) of `codes`, which are on the host."""

@@ -79,10 +79,11 @@ class Planes(Raw):
             raise SampleError(f"codec planes stores bfloat16 and float16, not {dtype}: use raw")
 
     def arrange(self, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        stored = np.empty_like(codes)
-        pairs, planes = codes.reshape(-1, 2), stored.reshape(2, -1)
-        planes[0], planes[1] = pairs[:, 1], pairs[:, 0]
-        return stored
+        words = codes.reshape(-1).view("<u2")
+        stored = np.empty((2, len(words)), np.uint8)
+        stored[0] = words >> 8
+        stored[1] = words.astype(np.uint8)
+        return stored.reshape(codes.shape)
 
     def restore(self, stored: NDArray[np.uint8]) -> NDArray[np.uint8]:
         high, low = stored.reshape(2, -1)
@@ -102,21 +103,23 @@ def _check_delivery(source: torch.dtype, wanted: torch.dtype) -> None:
         raise SampleError(f"{source} cannot be delivered as {wanted}: ask for {source}")
 
 
-@dataclass(frozen=True)
 class _CopyRows:
     """Copies rows of bytes into a target of their own dtype."""
 
-    out: torch.Tensor
+    def __init__(self, out: torch.Tensor) -> None:
+        if out.shape[2] > 1 and out.stride(2) != 1:
+            raise SampleError(f"the last axis must be dense, found strides {out.stride()}")
+        self._out = out
+        dense = out.detach().as_strided(out.shape, (out.stride(0), out.stride(1), 1))
+        self._bytes = dense.view(torch.uint8).numpy()
 
     def __call__(
         self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
     ) -> None:
-        check_exact(self.out, self.out.dtype, start, codes, scales, extras)
-        shape = (len(codes), *self.out.shape[1:])
-        if self.out.dtype == torch.bool and codes.size and codes.max() > 1:
+        check_exact(self._out, self._out.dtype, start, codes, scales, extras)
+        if self._out.dtype == torch.bool and codes.size and codes.max() > 1:
             raise CorruptDataError("a bool is stored as 0 or 1, found another byte", reason="bad_code")
-        target = self.out[start : start + len(codes)]
-        target.copy_(_as_tensor(codes, self.out.dtype).reshape(shape))
+        self._bytes[start : start + len(codes)] = codes.reshape(len(codes), *self._bytes.shape[1:])
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Fp8(ScaledCodec):
 
     def encode(self, values: torch.Tensor) -> Codes:
         self.check(values.dtype)
-        if values.device.type == "cpu" and (jit := backend.kernels()):
+        if values.device.type == "cpu" and (jit := backend.encoders()):
             return _encode_kernel(jit.fp8_encoder(backend.numpy_dtype(values.dtype)), values)
         return encode_torch(values)
 
@@ -61,9 +61,9 @@ class Fp8(ScaledCodec):
         out_scales: torch.Tensor,
         source: torch.dtype,
         deliver: torch.dtype,
-        escapes: EscapeSink | None = None,  # noqa: ARG002
+        escapes: EscapeSink | None = None,
     ) -> RowWriter:
-        return CodeRows(FORM, (out_codes, out_scales), source, deliver)
+        return CodeRows(FORM, (out_codes, out_scales), source, deliver, escapes)
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return dequantize(codes, scales, dtype)
@@ -152,4 +152,4 @@ def _magnitudes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return low
 
 
-FORM = CodeForm("fp8", np.uint8, 0x7F, _magnitudes, decode_torch, dequantize)
+FORM = CodeForm("fp8", np.uint8, 0x7F, False, False, _magnitudes, decode_torch, dequantize)

@@ -22,11 +22,12 @@ from numba.np.numpy_support import from_dtype
 
 from hsstream.codecs.backend import BAD_CODE, BAD_SCALE, OK, OVERFLOW
 
+# Integer operations widen to 64 bits in numba: what is cast back to 32 at once is vectorised as 32 bits.
 I32, U32, U16, U8, F32 = np.int32, np.uint32, np.uint16, np.uint8, np.float32
 
 #: Masks of float32 bits.
-_SIZE = 0x7FFFFFFF
-_INFINITE = 0x7F800000
+SIZE = 0x7FFFFFFF
+INFINITE = 0x7F800000
 
 
 def _bitcast(source: Any, target: Any) -> Any:
@@ -41,8 +42,16 @@ def _bitcast(source: Any, target: Any) -> Any:
     return intrinsic(typed)
 
 
-_bits: Any = _bitcast(types.float32, types.uint32)
-_float: Any = _bitcast(types.uint32, types.float32)
+bits_of: Any = _bitcast(types.float32, types.uint32)
+float_of: Any = _bitcast(types.uint32, types.float32)
+
+
+@njit
+def rounded(bits: Any, shift: Any) -> Any:
+    """A magnitude without its lowest `shift` bits, rounded to nearest, ties to even."""
+    odd = U32(U32(bits >> shift) & U32(1))
+    half = U32(U32(U32(1) << U32(shift - U32(1))) - U32(1))
+    return U32(U32(U32(bits + half) + odd) >> shift)
 
 
 def _magnitude(code: Any) -> Any:
@@ -65,61 +74,130 @@ def _product(code: Any, scale: Any) -> Any:
 @overload(_product, strict=False)
 def _product_of(code: Any, scale: Any) -> Any:  # noqa: ARG001
     def e4m3fn(code: Any, scale: Any) -> Any:
-        size = U32(code & U8(0x7F))
-        normal = _float(U32((size << U32(20)) + U32(120 << 23)))
+        size = U32(U8(code & U8(0x7F)))
+        normal = float_of(U32(U32(size << U32(20)) + U32(120 << 23)))
         value = normal if size >= U32(8) else F32(I32(size)) * F32(2.0**-9)
-        return _bits(value * scale) | (U32(code & U8(0x80)) << U32(24))
+        return U32(bits_of(value * scale) | U32(U32(U8(code & U8(0x80))) << U32(24)))
 
     def uniform(code: Any, scale: Any) -> Any:
-        return _bits(F32(I32(code)) * scale)
+        return bits_of(F32(I32(code)) * scale)
 
     return e4m3fn if code == types.uint8 else uniform
 
 
-def _store(row: Any, index: Any, bits: Any) -> Any:
+def store(row: Any, index: Any, bits: Any) -> Any:
     """Round a float32 to the dtype of the row, ties to even."""
     raise NotImplementedError
 
 
-@overload(_store, strict=False)
+@overload(store, strict=False)
 def _store_in(row: Any, index: Any, bits: Any) -> Any:  # noqa: ARG001
     def bfloat16(row: Any, index: Any, bits: Any) -> Any:
-        row[index] = U16((bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
+        row[index] = U16(rounded(bits, U32(16)))
 
     def float16(row: Any, index: Any, bits: Any) -> Any:
-        size = bits & U32(_SIZE)
-        normal = ((size + U32(0xFFF) + ((size >> U32(13)) & U32(1))) >> U32(13)) - U32(112 << 10)
+        size = U32(bits & U32(SIZE))
+        normal = U32(rounded(size, U32(13)) - U32(112 << 10))
         # an ulp of 0.5 is 2^-24, the step of denormal float16: the addition rounds
-        denormal = _bits(_float(size) + F32(0.5)) - _bits(F32(0.5))
+        denormal = U32(bits_of(float_of(size) + F32(0.5)) - bits_of(F32(0.5)))
         half = normal if size >= U32(113 << 23) else denormal
-        row[index] = np.int16(U16(half | ((bits >> U32(16)) & U32(0x8000))))
+        row[index] = np.int16(U16(half | U32(U32(bits >> U32(16)) & U32(0x8000))))
 
     def float32(row: Any, index: Any, bits: Any) -> Any:
-        row[index] = _float(bits)
+        row[index] = float_of(bits)
 
     return {types.uint16: bfloat16, types.int16: float16, types.float32: float32}[row.dtype]
 
 
-def _load(row: Any, index: Any) -> Any:
+def load(row: Any, index: Any) -> Any:
     """Bits of a value of the row as float32, exactly."""
     raise NotImplementedError
 
 
-@overload(_load, strict=False)
+@overload(load, strict=False)
 def _load_from(row: Any, index: Any) -> Any:  # noqa: ARG001
     def bfloat16(row: Any, index: Any) -> Any:
-        return U32(row[index]) << U32(16)
+        return U32(U32(row[index]) << U32(16))
 
     def float16(row: Any, index: Any) -> Any:
         half = U32(U16(row[index]))
         # the exponent biases differ by 112; the product is exact for denormal float16 too
-        size = _float((half & U32(0x7FFF)) << U32(13)) * F32(2.0**112)
-        return _bits(size) | ((half & U32(0x8000)) << U32(16))
+        size = float_of(U32(U32(half & U32(0x7FFF)) << U32(13))) * F32(2.0**112)
+        return U32(bits_of(size) | U32(U32(half & U32(0x8000)) << U32(16)))
 
     def float32(row: Any, index: Any) -> Any:
-        return _bits(row[index])
+        return bits_of(row[index])
 
     return {types.uint16: bfloat16, types.int16: float16, types.float32: float32}[row.dtype]
+
+
+def _put(row: Any, index: Any, code: Any, scale: Any) -> Any:
+    """Write a decoded code; rows of uint8 take the code itself."""
+    raise NotImplementedError
+
+
+@overload(_put, strict=False)
+def _put_in(row: Any, index: Any, code: Any, scale: Any) -> Any:  # noqa: ARG001
+    def copied(row: Any, index: Any, code: Any, scale: Any) -> Any:  # noqa: ARG001
+        row[index] = U8(code)
+
+    def decoded(row: Any, index: Any, code: Any, scale: Any) -> Any:
+        store(row, index, _product(code, scale))
+
+    return copied if row.dtype == types.uint8 else decoded
+
+
+@njit
+def _low(byte: Any) -> Any:
+    """The signed 4-bit code in the low half of a byte."""
+    return np.int8(np.int8(byte << np.int8(4)) >> np.int8(4))
+
+
+@njit
+def _high(byte: Any) -> Any:
+    """The signed 4-bit code in the high half of a byte."""
+    return np.int8(byte >> np.int8(4))
+
+
+def _vector(source: Any, target: Any, scale: Any, packed: Any) -> Any:
+    """Decode one vector; returns the largest magnitude among its codes."""
+    raise NotImplementedError
+
+
+@overload(_vector, strict=False)
+def _vector_of(source: Any, target: Any, scale: Any, packed: Any) -> Any:  # noqa: ARG001
+    def e4m3fn(source: Any, target: Any, scale: Any, packed: Any) -> Any:  # noqa: ARG001
+        return _bytewise(source, target, scale)
+
+    def uniform(source: Any, target: Any, scale: Any, packed: Any) -> Any:
+        return _packed(source, target, scale) if packed else _bytewise(source, target, scale)
+
+    return e4m3fn if source.dtype == types.uint8 else uniform
+
+
+@njit
+def _bytewise(source: Any, target: Any, scale: Any) -> Any:
+    top = U8(0)
+    for i in range(len(target)):
+        _put(target, i, source[i], scale)
+        top = max(top, _magnitude(source[i]))
+    return top
+
+
+@njit
+def _packed(source: Any, target: Any, scale: Any) -> Any:
+    top = U8(0)
+    for i in range(len(source)):
+        code = _low(source[i])
+        _put(target, i, code, scale)
+        top = max(top, _magnitude(code))
+    # a slice, because an index that is a sum is tested for its sign and not vectorised
+    rest = target[len(source) :]
+    for i in range(len(rest)):
+        code = _high(source[i])
+        _put(rest, i, code, scale)
+        top = max(top, _magnitude(code))
+    return top
 
 
 def _peak(codes: Any, top: Any, scale: Any) -> Any:
@@ -133,21 +211,9 @@ def _peak_of(codes: Any, top: Any, scale: Any) -> Any:  # noqa: ARG001
         return _product(top, scale)
 
     def uniform(codes: Any, top: Any, scale: Any) -> Any:  # noqa: ARG001
-        return _bits(F32(top) * scale)
+        return bits_of(F32(top) * scale)
 
     return e4m3fn if codes.dtype == types.uint8 else uniform
-
-
-@njit
-def _status(codes: Any, top: Any, scale: Any, bad: int, infinite: int) -> int:
-    """The verdict on a vector: `bad` is the first forbidden magnitude, `infinite` of FIRST_INFINITE."""
-    if not F32(0.0) < scale < F32(np.inf):
-        return BAD_SCALE
-    if top >= bad:
-        return BAD_CODE
-    if _peak(codes, top, scale) >= infinite:
-        return OVERFLOW
-    return OK
 
 
 def _decode(
@@ -158,138 +224,94 @@ def _decode(
     row_step: int,
     vector_step: int,
     width: int,
+    packed: int,
     bad: int,
     infinite: int,
 ) -> int:
-    """Vector [r, v] of codes [R, V * width] goes to flat[offset + r * row_step + v * vector_step :].
+    """Vector [r, v] of codes [R, V * bytes] goes to flat[offset + r * row_step + v * vector_step :].
 
-    Rows behind a refused vector are not written.
+    packed: whether a byte holds two codes; bad: the first magnitude no encoder writes; infinite: one of
+    FIRST_INFINITE. Rows behind a refused vector are not written.
     """
+    size = (width + 1) // 2 if packed else width
     for row in range(scales.shape[0]):
         for vector in range(scales.shape[1]):
             first = offset + row * row_step + vector * vector_step
-            target = flat[first : first + width]
-            source = codes[row, vector * width : vector * width + width]
+            source = codes[row, vector * size : vector * size + size]
             scale = scales[row, vector]
-            top = U8(0)
-            for i in range(width):
-                _store(target, i, _product(source[i], scale))
-                top = max(top, _magnitude(source[i]))
-            status: int = _status(codes, top, scale, bad, infinite)
-            if status != OK:
-                return status
+            if not F32(0.0) < scale < F32(np.inf):
+                return BAD_SCALE
+            top = _vector(source, flat[first : first + width], scale, packed)
+            if top >= bad:
+                return BAD_CODE
+            if _peak(codes, top, scale) >= infinite:
+                return OVERFLOW
     return OK
 
 
-def _copy(
-    codes: Any,
-    scales: Any,
+def _patch(
+    values: Any,
+    gaps: Any,
     flat: Any,
     offset: int,
     row_step: int,
     vector_step: int,
     width: int,
-    bad: int,
+    vectors: int,
+    padded: int,
+    rows: int,
     infinite: int,
 ) -> int:
-    """As `_decode`, with the codes themselves as the rows."""
-    for row in range(scales.shape[0]):
-        for vector in range(scales.shape[1]):
-            first = offset + row * row_step + vector * vector_step
-            target = flat[first : first + width]
-            source = codes[row, vector * width : vector * width + width]
-            top = U8(0)
-            for i in range(width):
-                target[i] = U8(source[i])
-                top = max(top, _magnitude(source[i]))
-            status: int = _status(codes, top, scales[row, vector], bad, infinite)
-            if status != OK:
-                return status
-    return OK
+    """Write escapes over rows that `_decode` wrote; see `escapes` for gaps and their vectors of `padded`."""
+    row, vector, place, used = 0, 0, -1, 0
+    for gap in gaps:
+        place += np.intp(gap) + (gap != U8(255))
+        while place >= padded:
+            place, vector = place - padded, vector + 1
+            if vector == vectors:
+                row, vector = row + 1, 0
+        if gap == U8(255):
+            continue
+        if row >= rows or place >= width or used >= len(values):
+            return BAD_CODE
+        bits = load(values, used)
+        if (bits & U32(SIZE)) >= infinite:
+            return BAD_CODE if (bits & U32(SIZE)) >= U32(INFINITE) else OVERFLOW
+        store(flat, offset + row * row_step + vector * vector_step + place, bits)
+        used += 1
+    return OK if used == len(values) else BAD_CODE
 
 
-@njit
-def _e4m3fn(bits: Any, inverse: Any, limit: Any) -> Any:
-    """The code nearest to a float32 times `inverse`, ties to even, at most `limit` in magnitude."""
-    size = min(_float(bits & U32(_SIZE)) * inverse, limit)
-    exact = _bits(size)
-    normal = ((exact + U32(0x7FFFF) + ((exact >> U32(20)) & U32(1))) >> U32(20)) - U32(120 << 3)
-    # an ulp of 2^14 is 2^-9, the step of denormal e4m3fn: the addition rounds
-    denormal = _bits(size + F32(2.0**14)) - _bits(F32(2.0**14))
-    code = normal if exact >= U32(121 << 23) else denormal
-    return U8(code | ((bits >> U32(24)) & U32(0x80)))
-
-
-@njit
-def _scale_exponent(top: Any) -> Any:
-    """Biased exponent of the smallest normal power of two s with top <= 448 * s; that of 1 for 0."""
-    if top == 0:
-        return 127
-    above = 1 if (top & U32(0x7FFFFF)) > U32(0x600000) else 0
-    return max(np.int64(top >> U32(23)) - 8 + above, 1)
-
-
-def _encode_fp8(
-    flat: Any, row_step: int, vector_step: int, codes: Any, scales: Any, width: int, top_exponent: int
-) -> None:
-    """Codes [R, V * width] and power-of-two scales [R, V] of the rows in `flat`.
-
-    top_exponent: biased exponent of the first scale at which the code of 256 would overflow the source.
-    The scale of a vector that is not finite is infinite, and its codes mean nothing.
-    """
-    for row in range(scales.shape[0]):
-        for vector in range(scales.shape[1]):
-            first = row * row_step + vector * vector_step
-            source = flat[first : first + width]
-            target = codes[row, vector * width : vector * width + width]
-            top = U32(0)
-            for i in range(width):
-                top = max(top, _load(source, i) & U32(_SIZE))
-            exponent = _scale_exponent(top)
-            scales[row, vector] = _float(U32(exponent << 23)) if top < U32(_INFINITE) else F32(np.inf)
-            inverse = _float(U32((254 - exponent) << 23))
-            limit = F32(240.0) if exponent >= top_exponent else F32(448.0)
-            for i in range(width):
-                target[i] = _e4m3fn(_load(source, i), inverse, limit)
-
-
-def _compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """`function` compiled for one signature, from numba's cache where there is a writable one."""
-    compiled: Callable[..., Any]
+    kernel: Callable[..., Any]
     try:
-        compiled = njit(signature, nogil=True, cache=True)(function)
+        kernel = njit(signature, nogil=True, cache=True, error_model="numpy")(function)
     except (RuntimeError, OSError):
         # numba finds no place for its cache (RuntimeError) or cannot write there (OSError)
-        compiled = njit(signature, nogil=True)(function)
-    return compiled
+        kernel = njit(signature, nogil=True, error_model="numpy")(function)
+    return kernel
 
 
-def _input(dtype: type, dimensions: int) -> Any:
-    # arrays over file buffers are read-only and unaligned; those that are not convert to these types
+def readable(dtype: type, dimensions: int) -> Any:
+    """The type of an argument; also takes the read-only and unaligned arrays over file buffers."""
     return types.Array(from_dtype(np.dtype(dtype)), dimensions, "C", readonly=True, aligned=False)
 
 
-def _output(dtype: type, dimensions: int) -> Any:
+def writable(dtype: type, dimensions: int) -> Any:
+    """The type of a result array."""
     return types.Array(from_dtype(np.dtype(dtype)), dimensions, "C")
 
 
 @cache
 def decoder(codes: type, rows: type) -> Callable[..., int]:
-    """`_decode` for codes and rows of these NumPy dtypes."""
-    arrays = (_input(codes, 2), _input(np.float32, 2), _output(rows, 1))
-    return _compiled(_decode, types.intp(*arrays, *(types.intp,) * 6))
+    """`_decode` for codes and rows of these NumPy dtypes; rows of uint8 receive the codes."""
+    arrays = (readable(codes, 2), readable(np.float32, 2), writable(rows, 1))
+    return compiled(_decode, types.intp(*arrays, *(types.intp,) * 7))
 
 
 @cache
-def copier(codes: type) -> Callable[..., int]:
-    """`_copy` for codes of this NumPy dtype."""
-    arrays = (_input(codes, 2), _input(np.float32, 2), _output(np.uint8, 1))
-    return _compiled(_copy, types.intp(*arrays, *(types.intp,) * 6))
-
-
-@cache
-def fp8_encoder(rows: type) -> Callable[..., None]:
-    """`_encode_fp8` for rows of this NumPy dtype."""
-    outputs = (_output(np.uint8, 2), _output(np.float32, 2))
-    steps = (types.intp,) * 2
-    return _compiled(_encode_fp8, types.void(_input(rows, 1), *steps, *outputs, *steps))
+def patcher(values: type, rows: type) -> Callable[..., int]:
+    """`_patch` for escapes and rows of these NumPy dtypes."""
+    arrays = (readable(values, 1), readable(np.uint8, 1), writable(rows, 1))
+    return compiled(_patch, types.intp(*arrays, *(types.intp,) * 8))

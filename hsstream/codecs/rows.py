@@ -1,22 +1,23 @@
 """Blocks of 8-bit codes -> rows of a target: values on the host, or codes for a device.
 
-In: a target [S, V, H], a `CodeForm` that says what the codes mean, and blocks of untrusted codes and
-scales. Out: rows written in place, by kernel or, without numba, by the form's torch functions. Refused:
-codes and scales of the wrong shape (CorruptDataError, bad_length), codes no encoder writes, scales that
-are not positive and finite, values that overflow (`backend.status_error`).
+In: a target [S, V, H], a `CodeForm` that says what the codes mean, and blocks of untrusted codes, scales
+and extras. Out: rows written in place, by kernel or, without numba, by the form's torch functions.
+Refused: codes, scales and extras of the wrong size (CorruptDataError, bad_length), codes no encoder
+writes, scales that are not positive and finite, values that overflow (`backend.status_error`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hsstream.codecs import backend
-from hsstream.codecs.base import check_block
+from hsstream.codecs import backend, escapes
+from hsstream.codecs.base import EscapeSink, check_block
 from hsstream.errors import CorruptDataError, SampleError
 
 
@@ -25,21 +26,41 @@ class CodeForm:
     """What a codec's bytes mean.
 
     dtype: NumPy dtype under which kernels take the codes; bad: the first magnitude no encoder writes;
+    packed: two 4-bit codes a byte; escapes: whether blocks may have extras.
     magnitudes(codes) -> uint8 of the same shape; decode(codes uint8 [R, V, H], scales [R, V], target)
-    is the torch form, dequantize(codes, scales, dtype) the device form.
+    is the torch form, dequantize(codes, scales, dtype) the device form, both of unpacked codes.
     """
 
     name: str
     dtype: type[np.generic]
     bad: int
+    packed: bool
+    escapes: bool
     magnitudes: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
     decode: Callable[[NDArray[np.uint8], NDArray[np.float32], torch.Tensor], None]
     dequantize: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+
+    def padded(self, width: int) -> int:
+        """Codes of a vector of `width` values: one more where the last byte is half empty."""
+        return width + width % 2 if self.packed else width
+
+    def vector_bytes(self, width: int) -> int:
+        """Bytes of the codes of a vector."""
+        return self.padded(width) // 2 if self.packed else width
 
     def check_delivery(self, dtype: torch.dtype) -> None:
         """Refuse delivered dtypes other than the floats of 16 and 32 bits (SampleError)."""
         if dtype not in backend.FLOATS:
             raise SampleError(f"codec {self.name} delivers bfloat16, float16 and float32, not {dtype}")
+
+    def unpacked(self, codes: NDArray[np.uint8], vectors: int, width: int) -> NDArray[np.uint8]:
+        """Codes [R, V * bytes] as one byte a code, [R, V, H]; the low halves of a vector come first."""
+        bytes_RVB = codes.reshape(len(codes), vectors, self.vector_bytes(width))
+        if not self.packed:
+            return bytes_RVB
+        nibbles = np.concatenate([bytes_RVB & np.uint8(15), bytes_RVB >> np.uint8(4)], axis=-1)[..., :width]
+        signed: NDArray[np.uint8] = (nibbles ^ np.uint8(8)) - np.uint8(8)
+        return signed
 
     def status(self, codes: NDArray[np.uint8], scales: NDArray[np.float32], deliver: torch.dtype) -> int:
         """The verdict a kernel would return on codes [R, V, H] and scales [R, V]."""
@@ -54,44 +75,101 @@ class CodeForm:
         return backend.OVERFLOW if bool(torch.isinf(largest).any()) else backend.OK
 
 
-class ValueRows:
-    """A RowWriter that decodes into `out` [S, V, H], last axis dense."""
+class Rows:
+    """A RowWriter into `out` [S, V, H], last axis dense: values, or codes where `out` is uint8."""
 
-    def __init__(self, form: CodeForm, out: torch.Tensor, source: torch.dtype) -> None:
-        form.check_delivery(out.dtype)
-        self._form, self._out, self._source = form, out, source
+    def __init__(self, form: CodeForm, out: torch.Tensor, source: torch.dtype, deliver: torch.dtype) -> None:
+        form.check_delivery(deliver)
+        self._form, self._out, self._source, self._deliver = form, out, source, deliver
         jit = backend.kernels()
         self._kernel = jit.decoder(form.dtype, backend.numpy_dtype(out.dtype)) if jit else None
         self._flat = backend.flat_view(out)
         self._shape = (out.shape[0], out.shape[1], out.shape[2])
-        self._infinite = backend.FIRST_INFINITE[out.dtype]
+        self._row_bytes = out.shape[1] * form.vector_bytes(out.shape[2])
+        self._limits = (int(form.packed), form.bad, backend.FIRST_INFINITE[deliver])
 
     def __call__(
         self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
     ) -> None:
-        scales = check_rows(self._shape, start, codes, scales, extras)
-        status = self._run(start, codes, scales)
+        check_block(self._shape, self._row_bytes, start, codes, scales)
+        if scales is None:
+            raise CorruptDataError(f"{self._form.name} rows come without scales", reason="bad_length")
+        if len(extras) and not self._form.escapes:
+            raise CorruptDataError(f"{self._form.name} rows have no extras", reason="bad_length")
+        self._accept(self._decode(start, codes, scales))
+        self._finish(start, scales, extras)
+
+    def _accept(self, status: int) -> None:
         if status != backend.OK:
-            raise backend.status_error(status, self._source, self._out.dtype)
+            raise backend.status_error(status, self._source, self._deliver)
 
-    def _run(self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> int:
-        if self._kernel is None:
-            return self._run_torch(start, codes, scales)
+    def _place(self, start: int) -> tuple[int, int, int, int]:
         row_step, vector_step, _ = self._out.stride()
-        place = (start * row_step, row_step, vector_step, self._shape[2])
-        limits = (self._form.bad, self._infinite)
-        return int(self._kernel(codes.view(self._form.dtype), scales, self._flat, *place, *limits))
+        return start * row_step, row_step, vector_step, self._shape[2]
 
-    def _run_torch(self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> int:
-        codes_RVH = codes.reshape(len(codes), *self._shape[1:])
-        status = self._form.status(codes_RVH, scales, self._out.dtype)
-        if status == backend.OK and codes.size:
-            self._form.decode(codes_RVH, scales, self._out[start : start + len(codes)])
+    def _decode(self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> int:
+        if self._kernel is None:
+            return self._decode_torch(start, codes, scales)
+        codes = codes.view(self._form.dtype)
+        return int(self._kernel(codes, scales, self._flat, *self._place(start), *self._limits))
+
+    def _decode_torch(self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> int:
+        codes_RVH = self._form.unpacked(codes, self._shape[1], self._shape[2])
+        status = self._form.status(codes_RVH, scales, self._deliver)
+        target = self._out[start : start + len(codes)]
+        if self._out.dtype == torch.uint8:
+            target.numpy()[...] = codes_RVH
+        elif status == backend.OK and codes.size:
+            self._form.decode(codes_RVH, scales, target)
         return status
 
+    def _finish(self, start: int, scales: NDArray[np.float32], extras: memoryview) -> None:
+        """Write what the codes do not say."""
+        raise NotImplementedError
 
-class CodeRows:
-    """A RowWriter that checks codes and copies them into uint8 [S, V, H] and scales into [S, V]."""
+    def _escapes(self, extras: memoryview, rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Values and flat positions in [rows, V, H] of the escapes of a block."""
+        _, vectors, width = self._shape
+        values, gaps = escapes.split(extras, self._source)
+        vector, place = np.divmod(escapes.positions(gaps, len(values)), self._form.padded(width))
+        if len(values) and (vector[-1] >= rows * vectors or (place >= width).any()):
+            raise CorruptDataError("an escape lies outside of its block or vector", reason="bad_code")
+        return values, vector * width + place
+
+
+class ValueRows(Rows):
+    """Decoded rows in a target of floats."""
+
+    def __init__(self, form: CodeForm, out: torch.Tensor, source: torch.dtype) -> None:
+        super().__init__(form, out, source, out.dtype)
+        jit, rows = backend.kernels(), backend.numpy_dtype(out.dtype)
+        self._patch = jit.patcher(backend.numpy_dtype(source), rows) if jit and form.escapes else None
+
+    def _finish(self, start: int, scales: NDArray[np.float32], extras: memoryview) -> None:
+        if not len(extras):
+            return
+        if self._patch is None:
+            self._accept(self._patch_torch(start, len(scales), extras))
+            return
+        shape = (self._shape[1], self._form.padded(self._shape[2]), len(scales))
+        values, gaps = escapes.split(extras, self._source)
+        self._accept(int(self._patch(values, gaps, self._flat, *self._place(start), *shape, self._limits[2])))
+
+    def _patch_torch(self, start: int, rows: int, extras: memoryview) -> int:
+        values, places = self._escapes(extras, rows)
+        exact = torch.from_numpy(values.copy()).view(self._source)
+        delivered = exact.to(self._deliver)
+        if not bool(torch.isfinite(exact).all()):
+            return backend.BAD_CODE
+        if not bool(torch.isfinite(delivered).all()):
+            return backend.OVERFLOW
+        target = self._out[start : start + rows]
+        target[np.unravel_index(places, tuple(target.shape))] = delivered
+        return backend.OK
+
+
+class CodeRows(Rows):
+    """Checked codes in uint8 [S, V, H] and scales in float32 [S, V]; escapes go to a sink."""
 
     def __init__(
         self,
@@ -99,44 +177,22 @@ class CodeRows:
         out: tuple[torch.Tensor, torch.Tensor],
         source: torch.dtype,
         deliver: torch.dtype,
+        sink: EscapeSink | None,
     ) -> None:
-        form.check_delivery(deliver)
-        self._form, self._source, self._deliver = form, source, deliver
-        self._codes, self._scales = out[0].numpy(), out[1].numpy()
-        jit = backend.kernels()
-        self._kernel = jit.copier(form.dtype) if jit else None
-        self._flat, self._steps = backend.flat_view(out[0]), out[0].stride()
-        self._shape = (out[0].shape[0], out[0].shape[1], out[0].shape[2])
-        self._infinite = backend.FIRST_INFINITE[deliver]
+        super().__init__(form, out[0], source, deliver)
+        self._scales, self._sink = out[1].numpy(), sink
 
-    def __call__(
-        self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
-    ) -> None:
-        scales = check_rows(self._shape, start, codes, scales, extras)
-        status = self._run(start, codes, scales)
-        if status != backend.OK:
-            raise backend.status_error(status, self._source, self._deliver)
-        self._scales[start : start + len(codes)] = scales
-
-    def _run(self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> int:
-        if self._kernel is None:
-            codes_RVH = codes.reshape(len(codes), *self._shape[1:])
-            self._codes[start : start + len(codes)] = codes_RVH
-            return self._form.status(codes_RVH, scales, self._deliver)
-        place = (start * self._steps[0], self._steps[0], self._steps[1], self._shape[2])
-        limits = (self._form.bad, self._infinite)
-        return int(self._kernel(codes.view(self._form.dtype), scales, self._flat, *place, *limits))
-
-
-def check_rows(
-    shape: tuple[int, int, int],
-    start: int,
-    codes: NDArray[np.uint8],
-    scales: NDArray[np.float32] | None,
-    extras: memoryview,
-) -> NDArray[np.float32]:
-    """Refuse rows that a kernel could not take (CorruptDataError, bad_length); returns their scales."""
-    check_block(shape, shape[1] * shape[2], start, codes, scales)
-    if scales is None or len(extras):
-        raise CorruptDataError("8-bit codes have scales and no extras", reason="bad_length")
-    return scales
+    def _finish(self, start: int, scales: NDArray[np.float32], extras: memoryview) -> None:
+        self._scales[start : start + len(scales)] = scales
+        if not len(extras):
+            return
+        values, places = self._escapes(extras, len(scales))
+        exact = torch.from_numpy(values.copy()).view(self._source)
+        if not bool(torch.isfinite(exact).all()):
+            self._accept(backend.BAD_CODE)
+        if not bool(torch.isfinite(exact.to(self._deliver)).all()):
+            self._accept(backend.OVERFLOW)
+        if self._sink is None:
+            raise SampleError("these codes have escapes: give code_writer a sink for them")
+        vectors, width = self._shape[1:]
+        self._sink(torch.from_numpy(places + start * vectors * width), exact)
