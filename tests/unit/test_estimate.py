@@ -1,0 +1,102 @@
+"""Estimates: the arithmetic of bare numbers, and measurements that agree with what a writer stores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hsstream as hs
+from hsstream.errors import SampleError
+from hsstream.estimate import from_numbers, from_samples
+from hsstream.presets import PRESETS, codec_for
+from hsstream.sample import Sample, prepare_sample
+
+H, LAYERS, V = 64, 3, 100
+
+
+def make(number: int, tokens: int = 300) -> Sample:
+    seeded = torch.Generator().manual_seed(number)
+    tensors = {
+        "input_ids": torch.randint(0, V, (tokens,), generator=seeded),
+        "loss_mask": torch.ones(tokens, dtype=torch.int64),
+        "aux_hidden_states": torch.randn(tokens, LAYERS, H, generator=seeded).bfloat16(),
+        "last_hidden_state": torch.randn(tokens, H, generator=seeded).bfloat16(),
+    }
+    return prepare_sample(f"s{number}", tensors)
+
+
+def test_the_example_of_the_readme() -> None:
+    estimate = replace(from_numbers(7168, 4, 21_033_536), free=1_900_000_000_000)
+    assert estimate.bf16_total == 21_033_536 * 4 * 7168 * 2
+    assert "1.206 TB and fits with 0.69 TB to spare" in estimate.verdict
+    assert "balanced takes about 0.20 TB" in estimate.verdict
+
+
+def test_a_disk_that_is_too_small_names_the_first_preset_that_fits() -> None:
+    estimate = replace(from_numbers(2880, 4, 10**9), free=13 * 10**12)
+    assert estimate.verdict.endswith("it does not fit, fp8 does")
+    assert "no preset fits" in replace(estimate, free=10**9).verdict
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "sparse"])
+def test_measured_bytes_are_those_of_the_writer(tmp_path: Path, preset: str) -> None:
+    samples = [make(number) for number in range(4)]
+    rung = next(r for r in from_samples(samples).rungs if r.name == preset)
+    with hs.ShardWriter(tmp_path, codec=preset) as writer:
+        for sample in samples:
+            writer.write(sample.key, sample.tensors)
+    stored = sum(path.stat().st_size for path in tmp_path.glob("*.tar"))
+    # A shard's end is rounded up to 10,240 bytes, and its index is shared by few samples here.
+    assert rung.bytes_per_token * 1200 == pytest.approx(stored, abs=3 * 10_240)
+
+
+def test_errors_teacher_and_kept_mass() -> None:
+    head = torch.randn(V, H, generator=torch.Generator().manual_seed(9)) / 4
+    rungs = {rung.name: rung for rung in from_samples([make(0), make(1)], lm_head=head).rungs}
+    assert set(rungs) == set(PRESETS)
+    assert all(error == 0 for error in rungs["lossless"].errors.values())
+    assert rungs["lossless"].kl == pytest.approx(0, abs=1e-6)
+    assert rungs["lossless"].top1 == 1
+    assert set(rungs["fp8"].errors) == {"last_hidden_state", *(f"aux_hidden_states.{n}" for n in range(3))}
+    assert rungs["fine"].errors["aux_hidden_states.0"] == pytest.approx(0.02, rel=0.1)
+    assert rungs["small"].errors["aux_hidden_states.2"] == pytest.approx(0.25, rel=0.1)
+    assert 0 < (rungs["fine"].kl or 0) < (rungs["balanced"].kl or 0)
+    assert 0.5 < (rungs["sparse"].kept_mass or 0) <= 1.001
+    assert "last_hidden_state" not in rungs["sparse"].errors
+
+
+def test_only_enough_tokens_are_measured() -> None:
+    estimate = from_samples([make(number) for number in range(5)], enough=500)
+    assert estimate.tokens == 1500
+    assert "2 samples, 600 tokens" in estimate.basis
+    assert from_samples([make(0)], tokens=10**6).tokens == 10**6
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(SampleError, match="no sample"):
+        from_samples([])
+    with pytest.raises(SampleError, match="no sample with"):
+        from_samples([prepare_sample("a", {"input_ids": torch.arange(3)})])
+    with pytest.raises(SampleError, match="must be positive"):
+        from_numbers(0, 4, 10)
+    with pytest.raises(SampleError, match="the lm_head takes 65"):
+        from_samples([make(0)], lm_head=torch.zeros(V, H + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "expected"),
+    [
+        ("aux_hidden_states", "balanced", "bounded:0.16"),
+        ("last_hidden_state", "balanced", "bounded:0.05"),
+        ("input_ids", "balanced", "raw"),
+        ("aux_hidden_states", {"aux_hidden_states": "small"}, "bounded:0.25"),
+        ("last_hidden_state", {"aux_hidden_states": "small"}, "fp8"),
+        ("extra", {"extra": "planes"}, "planes"),
+        ("aux_hidden_states", "bounded:0.3", "bounded:0.3"),
+    ],
+)
+def test_presets_resolve_by_tensor(name: str, codec: str | dict[str, str], expected: str) -> None:
+    assert codec_for(name, codec) == expected
