@@ -14,11 +14,12 @@ from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 from hsstream.errors import StorageError
 from hsstream.storage.base import PendingFile
+from hsstream.storage.connect import basic
 from hsstream.storage.options import Options
 from hsstream.storage.patience import Transient
 from hsstream.storage.ranged import RangedStore
 from hsstream.storage.ranges import Request
-from hsstream.storage.wire import Response, basic
+from hsstream.storage.wire import Response
 
 _REDIRECTS = {301, 302, 303, 307, 308}
 _MAX_REDIRECTS = 5

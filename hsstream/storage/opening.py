@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from hsstream.errors import StorageError
 from hsstream.storage.base import Store
 from hsstream.storage.generic import FsspecStore
-from hsstream.storage.http import HttpStore
+from hsstream.storage.http import HttpStore, shown
 from hsstream.storage.local import LocalStore
 from hsstream.storage.options import checked
 from hsstream.storage.s3 import S3Store
@@ -59,10 +59,11 @@ def split_urls(url: str) -> tuple[str, list[str]]:
     """The root and the file names of a shard URL or path, with `{000..099}` and `{a,b}` expanded."""
     base, query = _split_query(url)
     root, slash, last = base.rpartition("/")
+    where = shown(url) if scheme_of(url) else url
     if "{" in root or "}" in root:
-        raise StorageError(f"{url}: braces may stand in the file name only, not in the directory")
+        raise StorageError(f"{where}: braces may stand in the file name only, not in the directory")
     if not last:
-        raise StorageError(f"{url}: expected a shard file name after the last slash")
+        raise StorageError(f"{where}: expected a shard file name after the last slash")
     return (root or slash or ".") + query, _expand(last)
 
 

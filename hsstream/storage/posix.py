@@ -202,16 +202,22 @@ def file_lock(path: Path, name: str) -> Iterator[None]:
         descriptor = _locked_descriptor(path, name)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    owner = os.getpid()
     try:
         yield
     finally:
-        # Unlinked while still held: whoever waits finds another inode under the name and tries again.
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):
-            # Explicit, because a forked child keeps the descriptor (and so the lock) alive.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        if os.getpid() == owner:  # a forked child that exits must not give it back
+            _unlock(descriptor, path)
         os.close(descriptor)
+
+
+def _unlock(descriptor: int, path: Path) -> None:
+    # Unlinked while still held: whoever waits finds another inode under the name and tries again.
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        # Explicit, because a forked child keeps the descriptor (and so the lock) alive.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _locked_descriptor(path: Path, name: str) -> int:

@@ -95,6 +95,7 @@ class RangedStore(ForkAware, Store):
             try:
                 self._fill_once(name, want, patience.timeout())
             except Transient as problem:
+                want.broke()
                 patience.after(problem, want.done - before)
 
     def _fill_once(self, name: str, want: Want, timeout: float) -> None:

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from hsstream.errors import StorageError
 from hsstream.storage.patience import Transient
 from hsstream.storage.wire import Body, Response
 
-#: One call of readinto; what a broken connection loses is at most this much.
-_PIECE = 1 << 18
+#: Bytes of one call of readinto, and so what a broken connection loses at most: large while all is
+#: well, since each call costs a turn with the interpreter lock; smaller after every failure.
+_PIECE, _SMALLEST_PIECE = 1 << 18, 1 << 10
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -43,17 +46,23 @@ class Want:
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop, self.done = start, stop, 0
-        self.buffer = memoryview(bytearray(stop - start))
+        # Not a bytearray: that would be zeroed first.
+        self.buffer: memoryview = np.empty(stop - start, np.uint8).data
+        self._piece = _PIECE
 
     @property
     def first(self) -> int:
         """The first byte that has not arrived."""
         return self.start + self.done
 
+    def broke(self) -> None:
+        """Count finer from now on: on a link that breaks early, little may arrive each time."""
+        self._piece = max(_SMALLEST_PIECE, self._piece // 4)
+
     def take(self, response: Response) -> None:
         """Fill from the response's body."""
         while self.first < self.stop:
-            count = response.readinto(self.buffer[self.done : self.done + _PIECE])
+            count = response.readinto(self.buffer[self.done : self.done + self._piece])
             if count == 0:
                 raise Transient(f"the body ended at byte {self.first} of [{self.start}, {self.stop})")
             self.done += count

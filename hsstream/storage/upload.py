@@ -1,10 +1,10 @@
 """A whole file to one object: at once when small, in parallel parts when large.
 
 In: a spooled file. Out: one object that appears complete. Refused: an object that exists, unless
-`overwrite`: a look goes before the upload, and the request that makes the object visible says
-`If-None-Match: *`. Two writers of one name therefore cannot replace each other's object on servers
-that know conditional writes (Amazon, Ceph, MinIO, R2); on one that ignores the header only the look
-before remains.
+`overwrite`: a look goes before, and the request that makes the object visible says `If-None-Match: *`.
+Where the server honours that, two writers of one name cannot replace each other's object: Amazon does
+for both kinds of upload, Ceph 16 for single ones. Elsewhere what remains is the look, for uploads in
+parts a second one just before they become visible.
 
 An answer may be lost on the way back, and the next try is then refused by the first one's success:
 every upload carries a random mark, by which it recognises itself.
@@ -75,6 +75,8 @@ def _in_parts(
     try:
         with ThreadPoolExecutor(_THREADS, "hsstream-upload") as pool:
             tags = list(pool.map(send, range(-(-size // length))))
+        if condition and store.exists(name):
+            raise already_there(store.where(name))
         store.ask(Request("POST", name, condition, which, _completion(tags)))
     except BaseException:
         with suppress(StorageError):
