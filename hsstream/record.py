@@ -9,8 +9,8 @@ rows too large for a block (SampleError), whatever `blocks`, `header` and the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from hsstream.header import (
     TensorHeader,
     pack,
 )
+from hsstream.runs import segments
 from hsstream.sample import DELIVERED, INTEGERS, Sample
 from hsstream.schema import Schema, TensorSpec
 
@@ -75,13 +76,23 @@ class Record:
 
 
 def encode(
-    sample: Sample, schema: Schema, runs: Mapping[str, NDArray[np.int64]] | None = None
+    sample: Sample,
+    schema: Schema,
+    runs: Mapping[str, NDArray[np.int64]] | None = None,
+    ready: Mapping[str, PlainTensor] | None = None,
 ) -> PlainRecord:
-    """Values to plain blocks. `runs`: for tensors stored in part, the (first row, count) pairs kept."""
+    """Values to plain blocks.
+
+    runs: for tensors stored in part, the (first row, count) pairs kept. ready: tensors that are encoded
+    already; where codec, dtype and rows are those wanted, the blocks are taken over as they are and the
+    values in `sample` are not looked at (they may be on torch's meta device).
+    """
     tensors = []
     for spec in schema.tensors:
         with located(key=sample.key, tensor=spec.name):
-            tensors.append(_encode_tensor(spec, sample.tensors[spec.name], (runs or {}).get(spec.name)))
+            value, kept = sample.tensors[spec.name], (runs or {}).get(spec.name)
+            taken = _taken_over(spec, (ready or {}).get(spec.name), len(value), kept)
+            tensors.append(_encode_tensor(spec, value, kept) if taken is None else taken)
     plain = PlainRecord(sample.key, sample.tokens, sample.meta, tensors)
     _check_header_size(plain)
     return plain
@@ -100,7 +111,48 @@ def _check_header_size(plain: PlainRecord) -> None:
         )
 
 
+def _taken_over(
+    spec: TensorSpec, ready: PlainTensor | None, tokens: int, runs: NDArray[np.int64] | None
+) -> PlainTensor | None:
+    """`ready` under this spec, or None where it is not what is wanted and the values must be encoded."""
+    if ready is None or replace(ready.spec, codec=spec.codec, compression=spec.compression) != spec:
+        return None
+    theirs, ours = ready.spec.codec, spec.codec
+    if (theirs.name, theirs.params()) != (ours.name, ours.params()):
+        return None
+    whole = runs is None and ready.row_runs is None and ready.rows == tokens
+    part = runs is not None and ready.row_runs is not None and np.array_equal(runs, ready.row_runs)
+    return replace(ready, spec=spec) if whole or part else None
+
+
+def plain_from_codes(spec: TensorSpec, members: Sequence[Codes]) -> PlainTensor:
+    """A tensor from codes that exist already, one `Codes` of all its rows for every member."""
+    rows = len(members[0].codes)
+    per_block = rows_per_block(spec, rows)
+    plain = PlainTensor(spec, rows, per_block, [], [])
+    for codes in members:
+        firsts = range(0, rows, per_block)
+        pairs = [_plain_block(spec, codes, first, min(first + per_block, rows)) for first in firsts]
+        plain.blocks.append([block for block, _ in pairs])
+        plain.extras.append([extra for _, extra in pairs])
+    return plain
+
+
+def plain_from_stored(tensor: TensorHeader, payload_of: Callable[[int], Payload]) -> PlainTensor:
+    """A stored tensor as plain blocks, hashes checked, nothing decoded. payload_of: as in `read_tensor`."""
+    plain = PlainTensor(tensor.spec, tensor.rows, tensor.rows_per_block, [], [], tensor.row_runs)
+    with located(tensor=tensor.spec.name):
+        for member in range(tensor.spec.member_count):
+            payload, blocks = payload_of(member), range(tensor.stored.shape[1])
+            stored = (payload(*tensor.block_bytes(member, block, block + 1)) for block in blocks)
+            plain.blocks.append([bytes(_plain(tensor, member, n, part)) for n, part in enumerate(stored)])
+            plain.extras.append(tensor.extras[member].tolist())
+    return plain
+
+
 def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64] | None) -> PlainTensor:
+    if value.device.type == "meta":
+        raise SampleError("a tensor on the meta device has no values")
     if runs is not None:
         value = torch.cat([value[first : first + count] for first, count in runs.tolist()] or [value[:0]])
     rows = value.shape[0]
@@ -115,20 +167,6 @@ def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64
     return plain
 
 
-def reachable_runs(loss_mask: torch.Tensor, ttt_length: int) -> NDArray[np.int64]:
-    """(first row, count) pairs of the teacher rows a loss can reach: t - 1 .. t + ttt_length + 1 of
-    every supervised t, since trainers pair row t, t + 1 or t - 1 with mask t.
-    """
-    supervised = torch.nonzero(loss_mask).flatten().cpu().numpy()
-    # +1 where a window opens, -1 behind its end: rows are kept where the running sum is positive.
-    change = np.zeros(len(loss_mask) + 1, np.int64)
-    np.add.at(change, np.maximum(supervised - 1, 0), 1)
-    np.add.at(change, np.minimum(supervised + ttt_length + 2, len(loss_mask)), -1)
-    kept = np.concatenate(([0], np.cumsum(change[:-1]) > 0, [0]))
-    edges = np.flatnonzero(np.diff(kept))
-    return np.stack([edges[::2], edges[1::2] - edges[::2]], axis=1)
-
-
 def rows_per_block(spec: TensorSpec, rows: int) -> int:
     """Rows that make about 256 KiB of codes; more where the header would outgrow its limit."""
     vectors, width = spec.row_shape
@@ -136,7 +174,11 @@ def rows_per_block(spec: TensorSpec, rows: int) -> int:
     if row > MAX_PLAIN_BLOCK // 4:
         raise SampleError(f"one row takes {row} bytes, above {MAX_PLAIN_BLOCK // 4}")
     most_blocks = MAX_HEADER_BYTES // 4 // HEADER_BYTES_PER_BLOCK // spec.member_count
-    return max(1, BLOCK_CODE_BYTES // row, -(-rows // max(1, most_blocks)))
+    per_block = max(1, BLOCK_CODE_BYTES // row, -(-rows // max(1, most_blocks)))
+    if min(rows, per_block) * (row + 4 * vectors) > MAX_PLAIN_BLOCK:
+        members = spec.member_count
+        raise SampleError(f"{rows} rows of {members} members need too large a header: split the sample")
+    return per_block
 
 
 def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tuple[list[bytes], list[int]]:
@@ -144,9 +186,8 @@ def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tu
     blocks, extras = [], []
     step = len(values) if values.device.type != "cpu" else per_block
     for start in range(0, len(values), max(step, 1)):
-        chunk = _contiguous(values[start : start + step])
-        _check_finite(chunk, start)
-        codes = _to_host(spec.codec.encode(chunk))
+        chunk = values[start : start + step]
+        codes = _to_host(_encode_rows(spec, chunk, start))
         for first in range(0, len(chunk), per_block):
             block, extra = _plain_block(spec, codes, first, min(first + per_block, len(chunk)))
             blocks.append(block)
@@ -154,21 +195,36 @@ def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tu
     return blocks, extras
 
 
+def _encode_rows(spec: TensorSpec, values: torch.Tensor, start: int) -> Codes:
+    """Codes of finite rows [R, V, H]; `start` is their first token, for the error."""
+    if not spec.codec.scaled:
+        dense = _contiguous(values)
+        if dense.dtype.is_floating_point and not is_finite(dense):
+            raise _not_finite(dense, start)
+        return spec.codec.encode(dense)
+    codes = spec.codec.encode(values if values.stride(-1) == 1 else _contiguous(values))
+    # A vector with NaN or Inf has an infinite scale: no pass over the values is needed to find it.
+    if codes.scales is not None and not bool(torch.isfinite(codes.scales).all()):
+        raise _not_finite(values, start)
+    return codes
+
+
 def _contiguous(values: torch.Tensor) -> torch.Tensor:
-    """A dense copy where needed; on the host by numpy, since torch would start threads for each block."""
-    if values.is_contiguous():
-        return values
-    if values.device.type != "cpu":
-        return values.contiguous()
-    dense = np.ascontiguousarray(values.view(INTEGERS[values.itemsize]).numpy())
-    return torch.from_numpy(dense).view(values.dtype)
+    """Dense rows [R, V, H], copied where needed; on the host by numpy, since torch would start threads."""
+    dense = values
+    if not values.is_contiguous():
+        if values.device.type != "cpu":
+            return values.contiguous()
+        copied = np.ascontiguousarray(values.view(INTEGERS[values.itemsize]).numpy())
+        dense = torch.from_numpy(copied).view(values.dtype)
+    _, vectors, width = values.shape
+    # An axis of one entry may have any stride, but views as bytes want 1 in the last.
+    return dense.as_strided(values.shape, (vectors * width, width, 1))
 
 
-def _check_finite(values: torch.Tensor, start: int) -> None:
-    if not values.dtype.is_floating_point or is_finite(values):
-        return
+def _not_finite(values: torch.Tensor, start: int) -> NonFiniteError:
     row = int(torch.nonzero(~torch.isfinite(values).flatten(1).all(dim=1))[0])
-    raise NonFiniteError(f"NaN or Inf at token {start + row}")
+    return NonFiniteError(f"NaN or Inf at token {start + row}")
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -232,7 +288,7 @@ def read_rows(tensor: TensorHeader, member: int, payload: Payload, tokens: range
     for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
         first, last = tensor.block_bytes(member, block, block + 1)
         codes, scales, extras = _load(tensor, member, block, payload(first, last))
-        for start, lo, hi in _segments(tensor, block, tokens):
+        for start, lo, hi in segments(tensor, block, tokens):
             _write_rows(tensor.spec, write, (start, lo, hi), codes, scales, extras)
 
 
@@ -259,8 +315,7 @@ def _load(
     first, last = tensor.block_rows(block)
     rows, (scale_row, code_row) = last - first, tensor.row_bytes
     scale_bytes, code_bytes = rows * scale_row, rows * code_row
-    size = scale_bytes + code_bytes + int(tensor.extras[member, block])
-    plain = load_block(stored, int(tensor.hashes[member, block]), size, tensor.spec.compression)
+    plain = _plain(tensor, member, block, stored)
     stored_codes = np.frombuffer(plain, np.uint8, code_bytes, scale_bytes).reshape(rows, code_row)
     codes = tensor.spec.codec.restore(stored_codes)
     scales = None
@@ -270,22 +325,11 @@ def _load(
     return codes, scales, plain[scale_bytes + code_bytes :]
 
 
-def _segments(tensor: TensorHeader, block: int, tokens: range) -> Iterator[tuple[int, int, int]]:
-    """(output row, first, last): which rows of the block go where."""
+def _plain(tensor: TensorHeader, member: int, block: int, stored: memoryview) -> memoryview:
+    """The plain bytes of one block: scales, codes and extras."""
     first, last = tensor.block_rows(block)
-    if tensor.row_runs is None:
-        start, stop = max(first, tokens.start), min(last, tokens.stop)
-        yield start - tokens.start, start - first, stop - first
-        return
-    ends = tensor.run_ends
-    here = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last)) + 1)
-    for (token, count), end in zip(tensor.row_runs[here].tolist(), ends[here].tolist(), strict=True):
-        # Token t of this run is stored row t + shift.
-        shift = end - count - token
-        start = max(tokens.start, token, first - shift)
-        stop = min(tokens.stop, token + count, last - shift)
-        if start < stop:
-            yield start - tokens.start, start + shift - first, stop + shift - first
+    size = (last - first) * sum(tensor.row_bytes) + int(tensor.extras[member, block])
+    return load_block(stored, int(tensor.hashes[member, block]), size, tensor.spec.compression)
 
 
 def read_tensor(tensor: TensorHeader, payload_of: Callable[[int], Payload], tokens: range) -> torch.Tensor:
@@ -308,7 +352,8 @@ def _allocated(tensor: TensorHeader, shape: tuple[int, ...]) -> torch.Tensor:
     try:
         return make(shape, dtype=tensor.spec.dtype)
     except (RuntimeError, MemoryError):
-        raise FormatError(f"{list(shape)} values do not fit in memory: read fewer tokens", "bad_length") from None
+        text = f"{list(shape)} values do not fit in memory: read fewer tokens at once"
+        raise FormatError(text, "bad_length") from None
 
 
 def deliver(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -319,7 +364,7 @@ def deliver(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def sample_from_members(members: Mapping[str, Any]) -> Sample:
-    """Decode a whole sample from its members by extension (`msgpack`, `input_ids.raw`, ...)."""
+    """Decode a whole sample from its members by extension (`msgpack`, `input_ids.bin`, ...)."""
     if not isinstance(members.get("msgpack"), (bytes, bytearray, memoryview)):
         raise FormatError("no msgpack header among the sample's members", "missing_member")
     header = Header.parse(bytes(members["msgpack"]))

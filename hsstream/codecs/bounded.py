@@ -30,11 +30,10 @@ from hsstream.errors import FormatError, SampleError
 PACKED_FROM = 0.12
 #: The size our encoder takes the step from: see `steps`.
 SIZE = "guarded"
-#: Values per step of the torch encoder.
-CHUNK = 1 << 16
 
 _ERROR_TEXT = re.compile(r"(\d+\.?\d*|\.\d+)(e-?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _SIZE_NAME = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
+
 
 class Bounded(ScaledCodec):
     """Signed codes times a step of ERROR * sqrt(12) * size; default compression zstd.
@@ -148,12 +147,12 @@ def first_infinite(dtype: torch.dtype) -> float:
 
 
 def encode_torch(values: torch.Tensor, factor: float, form: CodeForm) -> Codes:
-    """The reference encoder, on any device; on a CPU in steps that stay in the cache."""
+    """The reference encoder, on any device; it waits for the device to learn the number of escapes."""
     rows, vectors, width = values.shape
     if not values.numel():
         codes = torch.zeros(rows, vectors * form.vector_bytes(width), dtype=torch.uint8, device=values.device)
         return Codes(codes, torch.ones(rows, vectors, device=values.device))
-    step = max(1, CHUNK // (vectors * width)) if values.device.type == "cpu" else rows
+    step = backend.rows_at_once(values)
     parts = [_encode_rows(values[i : i + step], factor, form) for i in range(0, rows, step)]
     codes, scales, escaped = (torch.cat(column) for column in zip(*parts, strict=True))
     row, vector, place = escaped.nonzero(as_tuple=True)

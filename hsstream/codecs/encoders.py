@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, types
 
-from hsstream.codecs.kernels import (
+from hsstream.codecs.jit import (
     F32,
     I32,
     INFINITE,
@@ -26,8 +24,11 @@ from hsstream.codecs.kernels import (
     compiled,
     float_of,
     load,
+    njit,
+    once,
     readable,
     rounded,
+    types,
     writable,
 )
 from hsstream.codecs.steps import EXCLUDED, GUARD_SQUARE, LIFT
@@ -198,7 +199,7 @@ def _encode_bounded(
     return count
 
 
-@cache
+@once
 def fp8_encoder(rows: type) -> Callable[..., None]:
     """`_encode_fp8` for rows of this NumPy dtype."""
     results = (writable(np.uint8, 2), writable(np.float32, 2))
@@ -206,7 +207,7 @@ def fp8_encoder(rows: type) -> Callable[..., None]:
     return compiled(_encode_fp8, types.void(readable(rows, 1), *steps, *results, *steps))
 
 
-@cache
+@once
 def bounded_encoder(rows: type) -> Callable[..., int]:
     """`_encode_bounded` for rows of this NumPy dtype."""
     results = (writable(np.uint8, 2), writable(np.float32, 2), writable(np.int64, 1), writable(rows, 1))

@@ -19,9 +19,6 @@ from hsstream.codecs.base import Codes, EscapeSink, RowWriter, ScaledCodec
 from hsstream.codecs.rows import CodeForm, CodeRows, ValueRows
 from hsstream.errors import SampleError
 
-#: Values per step of the float32 torch forms: shorter steps cost calls, longer ones fresh memory (encoding
-#: real states runs at 0.4 GB/s at 2^15, 0.6 at 2^16, and between 0.25 and 1.2 at 2^18).
-CHUNK = 1 << 16
 #: Biased exponent of the first power-of-two scale with which the code of 256 overflows the dtype.
 TOP_EXPONENT = {torch.float16: 127 + 8, torch.bfloat16: 127 + 120, torch.float32: 127 + 120}
 
@@ -81,12 +78,12 @@ def _encode_kernel(kernel: Callable[..., None], values: torch.Tensor) -> Codes:
 def encode_torch(values: torch.Tensor) -> Codes:
     """The reference encoder, on any device: codes [R, V * H] and scales [R, V].
 
-    On a CPU it goes through the rows in steps that stay in the cache; on a device it takes them at once.
+    Nothing in it waits for a device.
     """
     rows, vectors, width = values.shape
     codes = torch.empty(rows, vectors * width, dtype=torch.uint8, device=values.device)
     scales = torch.ones(rows, vectors, dtype=torch.float32, device=values.device)
-    step = max(1, CHUNK // max(1, vectors * width) if values.device.type == "cpu" else rows)
+    step = backend.rows_at_once(values)
     for start in range(0, rows if values.numel() else 0, step):
         part = values[start : start + step]
         code, scales[start : start + step] = _encode_rows(part)
@@ -109,7 +106,7 @@ def power_of_two_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     s is 1 where amax is 0 and infinite where it is not finite. By the bits of amax (float32), so that
     every device agrees: 448 is 1.75 * 2^8.
     """
-    bits = amax.view(torch.int32)
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
     above = ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
     biased = torch.where(bits == 0, 127, ((bits >> 23) - 8 + above).clamp_min(1))
     scale = torch.where(bits < 0x7F800000, (biased << 23).view(torch.float32), torch.inf)
@@ -140,7 +137,7 @@ def decode_torch(codes: NDArray[np.uint8], scales: NDArray[np.float32], target: 
         factors = torch.from_numpy(scales * np.float32(2.0**120)).bfloat16().unsqueeze(-1)
         torch.mul(torch.from_numpy(words).view(torch.bfloat16), factors, out=target)
         return
-    step = max(1, CHUNK // codes[0].size)
+    step = backend.rows_at_once(target)
     for start in range(0, len(codes), step):
         part = slice(start, start + step)
         rows, factors = torch.from_numpy(codes[part].copy()), torch.from_numpy(scales[part].copy())

@@ -1,0 +1,139 @@
+"""What every kernel is made of: bits of floats, rows of 16 and 32 bits, compilation and its cache.
+
+In: scalars and rows inside numba code (`load`, `store`, `rounded`), or a function and the types of its
+arguments (`compiled`). Out: their numba forms. Refused: nothing; a cache directory that cannot be written
+is done without. The door to numba: only `kernels` and `encoders` import this module.
+
+numba's cache notices a change of the file a kernel is in, not of this one: delete `__pycache__` after
+editing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numba import njit as njit
+from numba import types as types
+from numba.extending import intrinsic
+from numba.extending import overload as overload
+from numba.np.numpy_support import from_dtype
+
+# Integer operations widen to 64 bits in numba: what is cast back to 32 at once is vectorised as 32 bits.
+I32, U32, U16, U8, F32 = np.int32, np.uint32, np.uint16, np.uint8, np.float32
+
+#: Masks of float32 bits.
+SIZE = 0x7FFFFFFF
+INFINITE = 0x7F800000
+
+
+def _bitcast(source: Any, target: Any) -> Any:
+    """An intrinsic that reads the bits of one scalar type as another."""
+
+    def typed(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+        return target(source), build
+
+    return intrinsic(typed)
+
+
+bits_of: Any = _bitcast(types.float32, types.uint32)
+float_of: Any = _bitcast(types.uint32, types.float32)
+
+
+@njit
+def rounded(bits: Any, shift: Any) -> Any:
+    """A magnitude without its lowest `shift` bits, rounded to nearest, ties to even."""
+    odd = U32(U32(bits >> shift) & U32(1))
+    half = U32(U32(U32(1) << U32(shift - U32(1))) - U32(1))
+    return U32(U32(U32(bits + half) + odd) >> shift)
+
+
+def store(row: Any, index: Any, bits: Any) -> Any:
+    """Round a float32 to the dtype of the row, ties to even."""
+    raise NotImplementedError
+
+
+@overload(store, strict=False)
+def _store_in(row: Any, index: Any, bits: Any) -> Any:  # noqa: ARG001
+    def bfloat16(row: Any, index: Any, bits: Any) -> Any:
+        row[index] = U16(rounded(bits, U32(16)))
+
+    def float16(row: Any, index: Any, bits: Any) -> Any:
+        size = U32(bits & U32(SIZE))
+        normal = U32(rounded(size, U32(13)) - U32(112 << 10))
+        # an ulp of 0.5 is 2^-24, the step of denormal float16: the addition rounds
+        denormal = U32(bits_of(float_of(size) + F32(0.5)) - bits_of(F32(0.5)))
+        half = normal if size >= U32(113 << 23) else denormal
+        row[index] = np.int16(U16(half | U32(U32(bits >> U32(16)) & U32(0x8000))))
+
+    def float32(row: Any, index: Any, bits: Any) -> Any:
+        row[index] = float_of(bits)
+
+    return {types.uint16: bfloat16, types.int16: float16, types.float32: float32}[row.dtype]
+
+
+def load(row: Any, index: Any) -> Any:
+    """Bits of a value of the row as float32, exactly."""
+    raise NotImplementedError
+
+
+@overload(load, strict=False)
+def _load_from(row: Any, index: Any) -> Any:  # noqa: ARG001
+    def bfloat16(row: Any, index: Any) -> Any:
+        return U32(U32(row[index]) << U32(16))
+
+    def float16(row: Any, index: Any) -> Any:
+        half = U32(U16(row[index]))
+        # the exponent biases differ by 112; the product is exact for denormal float16 too
+        plain = U32(half & U32(0x7FFF))
+        size = bits_of(float_of(U32(plain << U32(13))) * F32(2.0**112))
+        # Inf and NaN keep an exponent of all ones, by which the encoders know them
+        size = U32(U32(plain << U32(13)) | U32(INFINITE)) if plain >= U32(0x7C00) else size
+        return U32(size | U32(U32(half & U32(0x8000)) << U32(16)))
+
+    def float32(row: Any, index: Any) -> Any:
+        return bits_of(row[index])
+
+    return {types.uint16: bfloat16, types.int16: float16, types.float32: float32}[row.dtype]
+
+
+_compiling = Lock()
+
+
+def once(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """`make`, remembered; threads that want the same kernel at the same time compile it once."""
+    made = cache(make)
+
+    @wraps(make)
+    def wanted(*dtypes: type) -> Callable[..., Any]:
+        with _compiling:
+            return made(*dtypes)
+
+    return wanted
+
+
+def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    """`function` compiled for one signature, from numba's cache where there is a writable one."""
+    kernel: Callable[..., Any]
+    try:
+        kernel = njit(signature, nogil=True, cache=True, error_model="numpy")(function)
+    except (RuntimeError, OSError):
+        # numba finds no place for its cache (RuntimeError) or cannot write there (OSError)
+        kernel = njit(signature, nogil=True, error_model="numpy")(function)
+    return kernel
+
+
+def readable(dtype: type, dimensions: int) -> Any:
+    """The type of an argument; also takes the read-only and unaligned arrays over file buffers."""
+    return types.Array(from_dtype(np.dtype(dtype)), dimensions, "C", readonly=True, aligned=False)
+
+
+def writable(dtype: type, dimensions: int) -> Any:
+    """The type of a result array."""
+    return types.Array(from_dtype(np.dtype(dtype)), dimensions, "C")
