@@ -97,4 +97,4 @@ def _zstd_decompress(stored: memoryview, plain_size: int) -> bytes:
         raise zstandard.ZstdError("frame content size differs from the header's")
     if not hasattr(_local, "decompressor"):
         _local.decompressor = zstandard.ZstdDecompressor()
-    return _local.decompressor.decompress(stored)  # type: ignore[no-any-return]
+    return _local.decompressor.decompress(stored, allow_extra_data=False)  # type: ignore[no-any-return]

@@ -4,7 +4,8 @@
 
     HsStreamError
     |- SampleError (ValueError)          a sample or argument the format cannot hold
-    |  `- NonFiniteError                 NaN or Inf among the values
+    |  |- NonFiniteError                 NaN or Inf among the values
+    |  `- SourceError                    a file of another producer that cannot be taken over
     |- FormatError (ValueError)          the bytes break FORMAT.md; `.reason` is one of REASONS
     |  |- UnsupportedVersionError        written by a newer major version, or needs an unknown feature
     |  |- CorruptDataError               a hash, length or code is wrong
@@ -65,6 +66,10 @@ class SampleError(HsStreamError, ValueError):
 
 class NonFiniteError(SampleError):
     """A sample holds NaN or Inf."""
+
+
+class SourceError(SampleError):
+    """A file of another producer is broken, or not what its format promises."""
 
 
 class FormatError(HsStreamError, ValueError):

@@ -148,6 +148,8 @@ def _waiting_lock(store: Store) -> Iterator[None]:
 def commit_all(store: Store, known: Mapping[str, ShardIndex] | None = None) -> DatasetIndex:
     """Index every sealed shard at the root and commit; what `hsstream index ROOT` does."""
     with _waiting_lock(store):
+        for prefix in (MANIFEST, "index-"):
+            store.discard_stale(prefix)  # what a killed commit left
         index = from_shards(store, shard_names(store), known)
         commit(store, index)
     return index

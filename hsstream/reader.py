@@ -7,7 +7,7 @@ follow FORMAT.md or do not match their hashes (FormatError), unreachable places 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,13 @@ class ShardReader:
         """S of every sample, in storage order."""
         return self._index.table.tokens.tolist()  # type: ignore[no-any-return]
 
-    def read(self, sample: int | str, tokens: slice | None = None) -> Sample:
+    def read(
+        self, sample: int | str, tokens: slice | None = None, tensors: Collection[str] | None = None
+    ) -> Sample:
         """One sample, by number (negative from the end) or key.
 
         tokens: a slice of step 1; only the header and the blocks that hold these tokens are read.
+        tensors: names of those to read; None: all.
         """
         number = self._number(sample)
         table = self._index.table
@@ -72,11 +75,12 @@ class ShardReader:
         with located(shard=shard, key=table.key(number)):
             header = self._header(shard, number)
             chosen = _token_range(tokens, header.tokens)
-            tensors = {
+            found = {
                 name: deliver(name, read_tensor(tensor, self._payloads(shard, number, tensor), chosen))
                 for name, tensor in header.tensors.items()
+                if tensors is None or name in tensors
             }
-            return Sample(header.key, tensors, header.meta)
+            return Sample(header.key, found, header.meta)
 
     def _payloads(self, shard: str, number: int, tensor: TensorHeader) -> Callable[[int], Payload]:
         table, first = self._index.table, self._index.info.schema.first_member[tensor.spec.name]

@@ -61,6 +61,9 @@ DELIVERED: dict[str, torch.dtype] = {
     "loss_mask": torch.bool,
 }
 
+#: What batches add beside the stored tensors, and would write over.
+BATCH_NAMES = ("attention_mask", "lengths", "keys", "position_ids", "document_ids")
+
 MAX_TOKENS = 2**31 - 1
 MAX_NESTING = 8
 
@@ -204,14 +207,17 @@ def _as_tensor(name: Any, value: Any) -> torch.Tensor:
         )
     if name == "msgpack":
         raise SampleError("tensor name 'msgpack' is taken by the sample header")
+    if name in BATCH_NAMES:
+        hint = "give it to write() as attention_mask=" if name == "attention_mask" else "give it another"
+        raise SampleError(f"tensor name {name!r} is taken by what batches add: {hint}")
     if isinstance(value, np.ndarray):
         value = _from_array(name, value)
     if not isinstance(value, torch.Tensor):
         raise SampleError(f"{name} must be a torch tensor or numpy array, got {type(value).__name__}")
     if value.dtype not in DTYPE_NAMES:
         raise SampleError(f"{name} has dtype {value.dtype}; storable are {', '.join(DTYPES)}")
-    if value.layout is not torch.strided or value.device.type == "meta":
-        raise SampleError(f"{name} must be a dense tensor with data, got {value.layout} on {value.device}")
+    if value.layout is not torch.strided:
+        raise SampleError(f"{name} must be a dense tensor, got {value.layout}")
     if value.ndim == 0 or 0 in value.shape[1:]:
         raise SampleError(f"{name} has shape {list(value.shape)}; expected [S, ...] with no empty axis")
     return value.detach()

@@ -30,6 +30,8 @@ from hsstream.sample import (
 
 COMPRESSIONS = ("none", "lz4", "zstd")
 MAX_LAYERS = 9999
+#: Endings of member names that are not the codec's name: Hugging Face `datasets` takes `.raw` for audio.
+EXTENSIONS = {"raw": "bin"}
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ class TensorSpec:
 
     def member_extensions(self) -> list[str]:
         """What follows `KEY.` in the names of this tensor's members."""
+        ending = EXTENSIONS.get(self.codec.name, self.codec.name)
         if self.layers is None:
-            return [f"{self.name}.{self.codec.name}"]
-        return [f"{self.name}.{layer}.{self.codec.name}" for layer in range(self.layers)]
+            return [f"{self.name}.{ending}"]
+        return [f"{self.name}.{layer}.{ending}" for layer in range(self.layers)]
 
     def to_dict(self) -> dict[str, Any]:
         """The form in a data set block (FORMAT.md section 6)."""

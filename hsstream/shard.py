@@ -83,8 +83,25 @@ class ShardBuilder:
         index = (len(self) + 1) * (128 + 8 * members)
         return payload + len(record.header_bytes) + 2 * TAR_BLOCK * members + index + 3 * RECORD_BYTES
 
+    def drop_last(self) -> None:
+        """Cut the last sample off again."""
+        facts, offset = self._table.drop_last()
+        self.tokens -= facts.tokens
+        self._cut(offset)
+
     def finish(self) -> tuple[SampleTable, int]:
-        """Write the index and the end of the tar; the table and the index's xxh3-64."""
+        """Write the index and the end of the tar; the table and the index's xxh3-64.
+
+        When that fails, the file is cut back to its last sample.
+        """
+        offset = self.nbytes
+        try:
+            return self._finish()
+        except BaseException:
+            self._cut(offset)
+            raise
+
+    def _finish(self) -> tuple[SampleTable, int]:
         table = self._table.table()
         index = pack(
             {

@@ -21,7 +21,8 @@ class StreamStats:
     """Totals since the iteration began. Seconds of threads are summed over them.
 
     seconds: since the iteration began; waiting: of these, the loop was blocked until a batch was ready.
-    reading: fetch threads reading (remote stores); starving: decode threads waiting for bytes;
+    starving: of the waiting, the bytes of that batch were not here (remote stores).
+    reading: fetch threads reading (remote stores);
     decoding: decode threads checking, decompressing and decoding (with the page faults of mapped files).
     bytes_read: stored bytes taken; bytes_out: of delivered tensors. batches_ahead, bytes_held: now.
     """
@@ -50,7 +51,7 @@ class StreamStats:
         if self.waiting < NEGLIGIBLE * self.seconds:
             return f"the consumer is the bottleneck ({pace}; it waited {self.waiting:.1f} s)"
         share = self.waiting / self.seconds
-        stage = "the network" if self.starving > self.decoding else "decoding"
+        stage = "the network" if self.starving > self.waiting / 2 else "decoding"
         return f"bound by {stage}: {pace}; the loop waited {share:.0%} of {self.seconds:.1f} s"
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hsstream.blocks import digest
 from hsstream.errors import FormatError
-from hsstream.header import MAX_MEMBER_BYTES, column
+from hsstream.header import MAX_HEADER_BYTES, MAX_MEMBER_BYTES, column
 from hsstream.sample import MAX_TOKENS, Sample
 
 TAR_BLOCK = 512
@@ -154,8 +154,8 @@ class SampleTable:
 
     def _check_values(self, lengths: NDArray[np.uint8]) -> None:
         """Sane numbers, so that nothing computed from them overflows; keys that follow the pattern."""
-        if (self.sizes >= MAX_MEMBER_BYTES).any():
-            raise FormatError(f"an index has a member of {int(self.sizes.max())} bytes", "bad_length")
+        if (self.sizes >= MAX_MEMBER_BYTES).any() or (self.sizes[:, 0] > MAX_HEADER_BYTES).any():
+            raise FormatError("an index has a member or header of impossible size", "bad_length")
         if (self.tokens < 1).any() or (self.tokens > MAX_TOKENS).any():
             raise FormatError("an index has a sample with an impossible number of tokens", "bad_field")
         fine = bool(((lengths >= 1) & (lengths <= MAX_KEY)).all()) and KEY_TEXT.fullmatch(self.key_text)
@@ -193,6 +193,11 @@ class TableBuilder:
         self._facts.append(facts)
         self._places.append((header_xxh3, offset))
         self._sizes.append(sizes)
+
+    def drop_last(self) -> tuple[SampleFacts, int]:
+        """Forget the sample added last: its facts and offset."""
+        self._sizes.pop()
+        return self._facts.pop(), self._places.pop()[1]
 
     def table(self) -> SampleTable:
         """The table so far."""

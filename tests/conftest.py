@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Before torch is imported: on a busy machine its threads spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from faults import proxied
 from servers import ceph, nginx
 

@@ -217,7 +217,7 @@ def test_a_shard_without_its_index_is_checked_by_its_tar_headers(root: Path) -> 
     path, table = root / FIRST, read_shard_index(open_store(root), FIRST).table
     edit(path, flip(int(table.offset[0]) + 5))  # the tar header of a.msgpack
     edit(path, flip(table.member_range(1, 0)[0] + 40))  # the header of b
-    edit(path, flip(int(table.member_starts(2)[2]) - 300))  # the tar header of c.loss_mask.raw
+    edit(path, flip(int(table.member_starts(2)[2]) - 300))  # the tar header of c.loss_mask.bin
     edit(path, flip(path.stat().st_size - 1024 - 5))  # the footer's hash of the index
     report = check(root)
     assert places(report) == [
@@ -377,7 +377,7 @@ def test_a_member_of_another_sample_is_named(root: Path) -> None:
     place = int(table.member_starts(1)[2]) - 512
     data = bytearray(path.read_bytes())
     info = tarfile.TarInfo.frombuf(bytes(data[place : place + 512]), "ascii", "strict")
-    info.name = "a.loss_mask.raw"
+    info.name = "a.loss_mask.bin"
     data[place : place + 512] = info.tobuf(tarfile.USTAR_FORMAT)
     path.write_bytes(data)
     assert places(check(root)) == [("missing_member", FIRST, "b", "loss_mask")]
