@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from hsstream.record import PlainRecord, Record, seal
 from hsstream.schema import DatasetInfo
 from hsstream.shard import ShardBuilder, ShardIndex
 from hsstream.storage import PendingFile, Store
-from hsstream.table import SampleFacts
+from hsstream.table import SampleFacts, SampleTable
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,16 @@ class Appender:
         self,
         store: Store,
         info: DatasetInfo,
-        next_name: Callable[[], str],
+        names: Iterator[str],
         limits: ShardLimits,
         writer: str,
         threads: int,
         queue_bytes: int,
     ) -> None:
-        self._store, self._info, self._next_name = store, info, next_name
+        self._store, self._info, self._names = store, info, names
         self._limits, self._writer = limits, writer
         self._budget = _Bytes(queue_bytes)
-        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Item | Future[None] | None] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-seal")
         self._pending: PendingFile | None = None
         self._builder: ShardBuilder | None = None
@@ -100,15 +100,30 @@ class Appender:
         if self.failure is not None:
             raise self.failure
 
+    def seal(self) -> None:
+        """Append what is queued and seal the shard, however small; then `check`."""
+        done: Future[None] = Future()
+        self._items.put(done)
+        done.result()
+        self.check()
+
+    def end(self) -> None:
+        """Let the thread seal what is queued and end, without waiting for it."""
+        self._items.put(None)
+
     def finish(self) -> None:
         """Append what is queued, seal the last shard, end the threads; then `check`."""
-        self._items.put(None)
+        self.end()
         self._thread.join()
         self._pool.shutdown()
         self.check()
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
+            if isinstance(item, Future):
+                self._try_seal()
+                item.set_result(None)
+                continue
             record, facts, nbytes = item
             try:
                 if self.failure is None:
@@ -140,7 +155,7 @@ class Appender:
             self._seal()
             builder = None
         if builder is None:
-            self._name = self._next_name()
+            self._name = next(self._names)
             self._pending = self._store.create(self._name)
             builder = self._builder = ShardBuilder(self._pending.file, self._info, self._writer)
         with located(shard=self._name, key=facts.key):
@@ -168,7 +183,7 @@ class Appender:
             if len(builder) == 0:
                 return
             with located(shard=name):
-                table, xxh3 = builder.finish()
+                table, xxh3 = self._finish_shard(builder)
                 pending.publish()
         except OSError as error:
             raise error if isinstance(error, HsStreamError) else StorageError(f"{name}: {error}") from error
@@ -178,3 +193,15 @@ class Appender:
         self.sealed.samples += len(table)
         self.sealed.tokens += builder.tokens
         self.sealed.nbytes += builder.nbytes
+
+    def _finish_shard(self, builder: ShardBuilder) -> tuple[SampleTable, int]:
+        """Write the index. A disk that others filled in the meantime may not hold it: then the last
+        samples make room for it, and the failure says that they are not sealed."""
+        while True:
+            try:
+                return builder.finish()
+            except StorageFullError as error:
+                if len(builder) == 1:
+                    raise
+                self.failure = self.failure or error
+                builder.drop_last()

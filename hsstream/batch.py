@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hsstream.codecs.base import RowWriter, ScaledCodec
-from hsstream.errors import SampleError
-from hsstream.sample import DELIVERED, HIDDEN_STATES, INTEGERS
+from hsstream.errors import CorruptDataError, SampleError
+from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS
 from hsstream.schema import Schema, TensorSpec
 
 
@@ -142,6 +144,8 @@ def choose_columns(
             f"no such tensors: {', '.join(unknown) or '(none asked for)'}; "
             f"the data set has {', '.join(schema.by_name)}"
         )
+    if taken := sorted(set(wanted) & set(BATCH_NAMES)):
+        raise SampleError(f"batches add their own {', '.join(taken)}: leave the stored one out by tensors=")
     specs = [spec for spec in schema.tensors if spec.name in wanted]
     return [_column(spec, layers, dtype, on_device) for spec in specs]
 
@@ -221,7 +225,8 @@ class BatchBuilder:
         values = _member_rows(slot.values, column, place, member)
         shape = (place.tokens, *spec.row_shape)
         if slot.scales is None:
-            return spec.codec.value_writer(values.view(shape), spec.dtype)
+            rows = spec.codec.value_writer(values.view(shape), spec.dtype)
+            return _mask_rows(rows) if spec.name == "loss_mask" else rows
         scales = _member_rows(slot.scales, column, place, member).view(shape[:-1])
         return self._code_writer(column, slot, values.view(shape), scales)
 
@@ -269,13 +274,14 @@ class BatchBuilder:
         """The batch, once every row is written. extra: `position_ids`, `document_ids`."""
         batch = Batch({name: self._delivered(name) for name in self._columns})
         lengths = torch.tensor([place.tokens for place in self._places], dtype=torch.int64)
-        mask = torch.zeros(self._shape, dtype=torch.bool)
+        mask = np.zeros(self._shape, np.bool_)
         for place in self._places:
             mask[place.row, place.start : place.start + place.tokens] = True
-        batch.update(attention_mask=mask, lengths=lengths, keys=keys)
-        positions, documents = self._documents()
-        known = {"position_ids": positions, "document_ids": documents}
-        batch.update({name: known[name] for name in extra})
+        batch.update(attention_mask=torch.from_numpy(mask), lengths=lengths, keys=keys)
+        if extra:
+            positions, documents = self._documents()
+            known = {"position_ids": positions, "document_ids": documents}
+            batch.update({name: known[name] for name in extra})
         batch.meta = meta
         return batch
 
@@ -298,6 +304,19 @@ class BatchBuilder:
             positions[place.row, rows] = torch.arange(place.first, place.first + place.tokens)
             documents[place.row, rows] = number
         return positions, documents
+
+
+def _mask_rows(write: RowWriter) -> RowWriter:
+    """A writer that refuses what is no mask, as `record.deliver` does."""
+
+    def checked(
+        start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
+    ) -> None:
+        if codes.max(initial=0) > 1:
+            raise CorruptDataError("loss_mask holds values other than 0 and 1", "bad_code")
+        write(start, codes, scales, extras)
+
+    return checked
 
 
 def _member_rows(values: torch.Tensor, column: Column, place: Place, member: int) -> torch.Tensor:

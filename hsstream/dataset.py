@@ -30,7 +30,7 @@ from hsstream.plan import (
     plan_epoch,
     steps,
 )
-from hsstream.position import Position
+from hsstream.position import Position, Reader
 from hsstream.ranks import is_distributed, require_equal_ranks, resolve_rank
 from hsstream.selection import Select, copy_numbers, filter_samples, select_samples, weighted_epoch
 from hsstream.stats import Clock, StreamStats
@@ -118,12 +118,18 @@ class HiddenStateDataset(IterableDataset[Batch]):
         self._clock: Clock | None = None
         self._position = Position()
         self.dropped: dict[str, int] = {}
-        self._adopt(open_catalog(root, storage_options))
-        steps(len(self._plan(0)), 0, self.world_size, self._order.tail)
         if rank is None and is_distributed():
-            require_equal_ranks(self._fingerprint)
+            require_equal_ranks(self._open)
+        else:
+            self._open()
 
     # -- what is in an epoch -------------------------------------------------------------------
+
+    def _open(self) -> str:
+        """Open the roots, see that an epoch has a step for every rank; the fingerprint."""
+        self._adopt(open_catalog(self._roots, self._options))
+        steps(len(self._plan(0)), 0, self.world_size, self._order.tail)
+        return self._fingerprint
 
     def _adopt(self, catalog: Catalog) -> None:
         """Take these samples; everything derived from them follows."""
@@ -238,11 +244,15 @@ class HiddenStateDataset(IterableDataset[Batch]):
         digests = state.get("index") if isinstance(state, dict) else None
         if not isinstance(digests, list) or digests == self._catalog.digests():
             return False
+        now = self._catalog
         try:
-            earlier = open_catalog(self._roots, self._options, digests)
-        except (OSError, ValueError):
+            self._adopt(open_catalog(self._roots, self._options, digests))
+            self._check(state)
+        except (OSError, ValueError) as error:
+            self._adopt(now)
+            if isinstance(error, ResumeError):
+                raise
             return False
-        self._adopt(earlier)
         return True
 
     def _state(self, epoch: int, consumed: int) -> dict[str, Any]:
@@ -256,11 +266,12 @@ class HiddenStateDataset(IterableDataset[Batch]):
     # -- iteration -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        epoch, consumed, skip = self._position.begin(worker if info else None, workers)
+        # Here, not at the first batch: StatefulDataLoader asks for the state of the beginning.
+        reader = _reader()
+        epoch, consumed, skip = self._position.begin(reader)
         memory: Memory = PinnedMemory() if self._pin_memory else SlabPool(2 * self._prefetch_bytes)
-        jobs = self._jobs(epoch, consumed, range(worker + skip * workers, 1 << 62, workers))
+        first = (reader.worker or 0) + skip * reader.workers
+        jobs = self._jobs(epoch, consumed, range(first, 1 << 62, reader.workers))
         self._clock = Clock()
         batches = stream(
             jobs,
@@ -271,6 +282,9 @@ class HiddenStateDataset(IterableDataset[Batch]):
             self._clock,
             self._slow_batch_s,
         )
+        return self._taken(batches)
+
+    def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
             self._position.advance(batch.state["consumed"])
             yield batch
@@ -312,6 +326,13 @@ class HiddenStateDataset(IterableDataset[Batch]):
         # A spawned worker has no process group to ask.
         rank, world_size = resolve_rank(self._rank, self._world_size)
         return self.__dict__ | {"_rank": rank, "_world_size": world_size, "_plans": {}, "_clock": None}
+
+
+def _reader() -> Reader:
+    info = get_worker_info()
+    if info is None:
+        return Reader()
+    return Reader(info.id, info.num_workers, info.seed - info.id)
 
 
 def _identity(catalog: Catalog, samples: NDArray[np.int64]) -> bytes:

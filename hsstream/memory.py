@@ -46,12 +46,13 @@ class SlabPool:
     def _take(self, nbytes: int) -> Slab:
         while self._returned:
             self._idle.append(self._returned.popleft())
-        fitting = [i for i, slab in enumerate(self._idle) if nbytes <= slab.nbytes <= 2 * nbytes]
+        size = -(-nbytes // GRAIN) * GRAIN
+        fitting = [i for i, slab in enumerate(self._idle) if size <= slab.nbytes <= 2 * size]
         if fitting:
             return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
-        while self._idle and sum(slab.nbytes for slab in self._idle) + nbytes > self._limit:
+        while self._idle and sum(slab.nbytes for slab in self._idle) + size > self._limit:
             self._idle.pop(0)
-        return np.empty(-(-nbytes // GRAIN) * GRAIN, np.uint8)
+        return np.empty(size, np.uint8)
 
 
 class PinnedMemory:

@@ -7,10 +7,11 @@ numbers out of range, ranks whose data sets or orders differ (ResumeError, on ev
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-from hsstream.errors import ResumeError
+from hsstream.errors import HsStreamError, ResumeError
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -39,15 +40,33 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def require_equal_ranks(fingerprint: str) -> None:
-    """Compare fingerprints over the default process group: collective, so every rank must call it."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, fingerprint)
-    if len(set(found)) == 1:
-        return
-    parts = [dict(part.partition(":")[::2] for part in str(text).split(",")) for text in found]
+def require_equal_ranks(find: Callable[[], str]) -> None:
+    """Run `find` on every rank and compare the fingerprints it gives, over the default process group.
+
+    Collective: every rank must call it. Where `find` fails on some ranks, they raise its error and the
+    others ResumeError, so that none is left waiting.
+    """
+    failure: Exception | None = None
+    mine = ""
+    try:
+        mine = find()
+    except (HsStreamError, OSError, ValueError) as error:
+        failure = error
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if failure is not None:
+        raise failure
+    if len(set(found)) > 1:
+        raise ResumeError(_difference(found))
+
+
+def _difference(found: list[str]) -> str:
+    failed = [str(rank) for rank, text in enumerate(found) if not text]
+    if failed:
+        return f"the data set could not be opened on rank {', '.join(failed)}: the error there says why"
+    parts = [dict(part.partition(":")[::2] for part in text.split(",")) for text in found]
     differing = [name for name in parts[0] if len({part.get(name) for part in parts}) > 1]
-    raise ResumeError(
+    return (
         f"the ranks differ in {', '.join(differing)}: every rank must see the same data set, selection, "
         "batching, seed and order"
     )

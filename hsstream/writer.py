@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +27,13 @@ from hsstream.errors import HsStreamError, NonFiniteError, SampleError, StorageF
 from hsstream.header import pack, unpack
 from hsstream.index import combine
 from hsstream.manifest import commit_all, read_shard_indexes
-from hsstream.record import PlainRecord, encode, reachable_runs, seal
+from hsstream.record import PlainRecord, PlainTensor, encode, seal
+from hsstream.runs import reachable_runs
 from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of
 from hsstream.shard import ShardIndex
 from hsstream.storage import Store, open_store
-from hsstream.table import facts_of
+from hsstream.table import SampleFacts, facts_of
 from hsstream.teacher import TopKTeacher
 from hsstream.version import WRITER
 
@@ -49,6 +52,15 @@ class WriterStats:
     nbytes: int = 0
     shards: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An encoded sample on its way from `prepare` to `append`."""
+
+    plain: PlainRecord
+    facts: SampleFacts
+    info: DatasetInfo
 
 
 class ShardWriter:
@@ -128,6 +140,7 @@ class ShardWriter:
             self._keys = {key for index in self._known.values() for key in index.table.keys}
             self._next_number = _next_number(self._known, name)
             self._stack = stack.pop_all()
+        finalize(self, self._stack.close)
 
     def write(
         self,
@@ -150,16 +163,70 @@ class ShardWriter:
             SampleError: the format cannot hold this sample; nothing of it was written.
             StorageError: an earlier sample could not be written.
         """
+        try:
+            prepared = self.prepare(key, tensors, attention_mask, meta)
+        except NonFiniteError as error:
+            if self._on_nonfinite == "raise":
+                raise
+            self._skipped.append((key, str(error)))
+            return
+        self.append(prepared)
+
+    def prepare(
+        self,
+        key: str,
+        tensors: Mapping[str, Any],
+        attention_mask: Any = None,
+        meta: Mapping[str, Any] | None = None,
+        ready: Mapping[str, PlainTensor] | None = None,
+    ) -> Prepared:
+        """The first half of `write`: validate and encode. NaN and Inf are refused whatever `on_nonfinite`.
+
+        Several threads may prepare at once when the first sample has been appended. ready: tensors that
+        are encoded already, as in `record.encode`.
+        """
+        self._check_open()
+        check_key(key)
+        with located(key=key):
+            sample = prepare_sample(key, self._taught(tensors), attention_mask, meta)
+            return self._encode(sample, ready)
+
+    def append(self, prepared: Prepared) -> None:
+        """The second half of `write`: queue a prepared sample behind those appended before."""
+        self._check_open()
+        plain = prepared.plain
+        with located(key=plain.key):
+            if plain.key in self._keys:
+                raise SampleError("this key was already written: test `key in writer` before writing")
+            self._started(prepared).put(plain, prepared.facts)
+        self._keys.add(plain.key)
+        self._samples += 1
+        self._tokens += plain.tokens
+
+    def seal(self) -> None:
+        """Seal what was written, however small the shard; returns when it is done."""
+        self._check_open()
+        if self._appender is not None:
+            self._appender.seal()
+
+    @property
+    def info(self) -> DatasetInfo | None:
+        """The data set block: of the data set at the root, or fixed by the first sample; None before."""
+        return self._info
+
+    def found(self) -> Mapping[str, ShardIndex]:
+        """The shards that were at the root when the writer was opened."""
+        return self._known
+
+    def sealed(self) -> Mapping[str, ShardIndex]:
+        """The shards this writer has sealed so far, in order; grows while it writes."""
+        return self._appender.sealed.shards if self._appender else {}
+
+    def _check_open(self) -> None:
         if self._closed:
             raise SampleError("the writer is closed")
         if self._appender is not None:
             self._appender.check()
-        check_key(key)
-        with located(key=key):
-            sample = prepare_sample(key, self._taught(tensors), attention_mask, meta)
-            if key in self._keys:
-                raise SampleError("this key was already written: test `key in writer` before writing")
-            self._write(sample)
 
     def _taught(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._teacher is not None:
@@ -203,7 +270,8 @@ class ShardWriter:
             # The caller's exception must not be replaced, and a broken-off run is not committed.
             self._finish(commit=False)
         except HsStreamError as failure:
-            warnings.warn(f"while leaving the writer: {failure}", RuntimeWarning, stacklevel=2)
+            if failure is not error:
+                warnings.warn(f"while leaving the writer: {failure}", RuntimeWarning, stacklevel=2)
 
     def _finish(self, commit: bool) -> None:
         if self._closed:
@@ -212,23 +280,14 @@ class ShardWriter:
         with self._stack:
             if self._appender is not None:
                 self._appender.finish()
-                self._known |= self._appender.sealed.shards
-            if commit and self._known:
-                commit_all(self._store, self._known)
+            known = {**self._known, **self.sealed()}
+            if commit and known:
+                commit_all(self._store, known)
 
-    def _write(self, sample: Sample) -> None:
+    def _encode(self, sample: Sample, ready: Mapping[str, PlainTensor] | None) -> Prepared:
         info = self._info_for(sample)
-        try:
-            plain = encode(sample, info.schema, _runs(sample, info))
-        except NonFiniteError as error:
-            if self._on_nonfinite == "raise":
-                raise
-            self._skipped.append((sample.key, str(error)))
-            return
-        self._started(info, plain).put(plain, facts_of(sample))
-        self._keys.add(sample.key)
-        self._samples += 1
-        self._tokens += sample.tokens
+        plain = encode(sample, info.schema, _runs(sample, info), ready)
+        return Prepared(plain, facts_of(sample), info)
 
     def _info_for(self, sample: Sample) -> DatasetInfo:
         """The data set block: fixed by the first sample, which must agree with what is at the root."""
@@ -242,19 +301,21 @@ class ShardWriter:
         self._info.require_same(DatasetInfo(schema, model, self._last_rows, self._ttt_length))
         return self._info
 
-    def _started(self, info: DatasetInfo, plain: PlainRecord) -> Appender:
+    def _started(self, first: Prepared) -> Appender:
         if self._appender is None:
             if self._expected_tokens is not None:
-                _check_fits(self._store, self._expected_tokens, plain)
-            self._info = info
+                _check_fits(self._store, self._expected_tokens, first.plain)
+            self._info = info = first.info
+            # Nothing here may refer to the writer, or a forgotten one would stay alive with its threads.
+            name, begin = self._name, self._next_number
+            names = (f"{name}-{number:06d}.tar" for number in count(begin))
             self._appender = Appender(
-                self._store, info, self._next_name, self._limits, WRITER, self._threads, QUEUE_BYTES
+                self._store, info, names, self._limits, WRITER, self._threads, QUEUE_BYTES
             )
+            finalize(self, self._appender.end).atexit = False
+        elif self._info is not None and self._info is not first.info:
+            self._info.require_same(first.info)
         return self._appender
-
-    def _next_name(self) -> str:
-        self._next_number += 1
-        return f"{self._name}-{self._next_number - 1:06d}.tar"
 
 
 def _check_arguments(
@@ -265,9 +326,9 @@ def _check_arguments(
     for what, (value, allowed) in choices.items():
         if value not in allowed:
             raise ValueError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
-    for what, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{what} must be at least 1, got {count}")
+    for what, number in counts.items():
+        if number < 1:
+            raise ValueError(f"{what} must be at least 1, got {number}")
 
 
 def _with_draft_vocabulary(model: ModelInfo | None, teacher: TopKTeacher | None) -> ModelInfo | None:
@@ -296,7 +357,9 @@ def _plain_model(model: ModelInfo | None) -> ModelInfo | None:
     if model is None:
         return None
     try:
-        return ModelInfo.from_dict(unpack(pack(model.to_dict()), "model facts"))
+        # In a map of a map, where an index holds them: the depth of nesting counts from its top.
+        index = unpack(pack({"dataset": {"model": model.to_dict()}}), "an index with these model facts")
+        return ModelInfo.from_dict(index["dataset"]["model"])
     except (TypeError, ValueError, OverflowError) as error:
         raise SampleError(f"model facts must be plain data: {error}") from None
 

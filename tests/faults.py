@@ -87,31 +87,50 @@ def bursts(length: int, period: int, fault: Fault) -> Plan:
 
 
 class Bucket:
-    """Tokens at a rate in bytes per second, shared by everyone who takes."""
+    """Tokens at a rate in bytes per second, shared by everyone who takes.
+
+    passed, lost: bytes that went through, and that could have but nobody wanted, up to the last `take`.
+    """
 
     def __init__(self, rate: float, burst: float = 1 << 20) -> None:
         self._rate, self._burst = rate, burst
         self._tokens, self._then = burst, time.monotonic()
         self._lock = threading.Lock()
+        self.passed, self.lost = 0, 0.0
 
     def take(self, count: int) -> None:
         """Wait until `count` bytes may pass."""
         with self._lock:
             now = time.monotonic()
-            self._tokens = min(self._burst, self._tokens + (now - self._then) * self._rate) - count
-            self._then = now
+            tokens = self._tokens + (now - self._then) * self._rate
+            self.passed, self.lost = self.passed + count, self.lost + max(0.0, tokens - self._burst)
+            self._tokens, self._then = min(self._burst, tokens) - count, now
             wait = -self._tokens / self._rate
         if wait > 0:
             time.sleep(wait)
+
+    def empty(self) -> None:
+        """Begin to count now, without a burst in hand."""
+        with self._lock:
+            self._tokens, self._then = 0.0, time.monotonic()
+            self.passed, self.lost = 0, 0.0
+
+    @property
+    def use(self) -> float:
+        """Part of the rate that was used."""
+        with self._lock:
+            return self.passed / max(1.0, self.passed + self.lost)
 
 
 class Proxy:
     """Forwards to `upstream`, committing the plan's faults; `requests` and `sent` tell what passed."""
 
-    def __init__(self, upstream: str, plan: Plan | None = None, rate: float | None = None) -> None:
+    def __init__(
+        self, upstream: str, plan: Plan | None = None, rate: float | None = None, burst: float = 1 << 20
+    ) -> None:
         self._upstream = urlsplit(upstream)
         self.plan = plan
-        self._bucket = Bucket(rate) if rate else None
+        self.bucket = Bucket(rate, burst) if rate else None
         self._lock = threading.Lock()
         self.requests: list[Request] = []
         self.sent = 0
@@ -157,6 +176,13 @@ class Proxy:
         timer = threading.Timer(seconds, self.start)
         timer.start()
         return timer
+
+    def wait_for(self, connections: int) -> None:
+        """Until no more than so many are open; an AssertionError after half a minute."""
+        deadline = time.monotonic() + 30
+        while len(self._open) > connections:
+            assert time.monotonic() < deadline, f"{len(self._open)} connections are open"
+            time.sleep(0.01)
 
     def __enter__(self) -> Proxy:
         return self
@@ -246,8 +272,8 @@ class Proxy:
         ends = fault.send is not None and done + len(piece) > fault.send
         if ends and fault.send is not None:
             piece = piece[: fault.send - done]
-        if self._bucket:
-            self._bucket.take(len(piece))
+        if self.bucket:
+            self.bucket.take(len(piece))
         with self._lock:
             self.sent += len(piece)
         connection.sendall(piece)
@@ -257,9 +283,17 @@ class Proxy:
 
     def _finish(self, connection: socket.socket, end: str) -> None:
         if end == "stall":
-            self._stopped.wait(60)
+            self._stall(connection)
         if end == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def _stall(self, connection: socket.socket) -> None:
+        """Say nothing for a minute, or until nobody listens any more."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not self._stopped.wait(0.02):
+            with suppress(BlockingIOError):
+                if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+                    return
 
 
 def _head(status: int, headers: dict[str, str]) -> bytes:

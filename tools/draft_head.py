@@ -72,17 +72,19 @@ def draft_vocabulary(batches: Iterable[Batch], size: int) -> Tensor:
 class DraftHead(nn.Module):
     """fc over the captured layers, one decoder layer that also reads the token, a reduced head."""
 
-    def __init__(self, target: Target, layers: int, heads: int = 9, seed: int = 0) -> None:
+    def __init__(self, target: Target, layers: int, heads: int | None = None, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         hidden = target.head.shape[1]
         self.target = target
         self.fuse = nn.Linear(layers * hidden, hidden, bias=False)
         self.fuse_norm = nn.RMSNorm(layers * hidden)
-        self.block = DecoderLayer(hidden, heads)
+        self.block = DecoderLayer(hidden, heads or max(hidden // 64, 1))
         self.norm = nn.RMSNorm(hidden)
         self.head = nn.Linear(hidden, len(target.draft_ids), bias=False)
         self.head.weight.data.copy_(target.head[target.draft_ids])
+        # the target's head is sharp: damped, the first steps are not spent on unlearning random certainty
+        nn.init.constant_(self.norm.weight, 0.25)
 
     def forward(self, batch: Batch, steps: int) -> list[Tensor]:
         """Logits over the draft vocabulary [B, T, D] of each unrolled step."""
@@ -133,6 +135,9 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(hidden)
         self.gate_up = nn.Linear(hidden, 2 * 3 * hidden, bias=False)
         self.down = nn.Linear(3 * hidden, hidden, bias=False)
+        # the layer starts as the identity: what the fused states say comes through from the first step
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.down.weight)
 
     def forward(self, state_BTH: Tensor, token_BTH: Tensor, memory: Memory) -> Tensor:
         """The next state [B, T, H]; adds this step's keys and values to `memory`."""

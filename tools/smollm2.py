@@ -8,10 +8,13 @@ is not installed, or that carries no GGUF file.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ def model_folder(cache: Path) -> Path:
         try:
             _convert(find_gguf(), made)
             made.chmod(0o755)
+            shutil.rmtree(folder, ignore_errors=True)
             made.replace(folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)
@@ -56,9 +60,25 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where: dict[str, Any] = {"gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.bfloat16, **where)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(gguf.parent), **where).save_pretrained(folder)
+    with _parsed_once():
+        model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.bfloat16, **where)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(str(gguf.parent), **where).save_pretrained(folder)
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Remember what `gguf` returns: transformers parses the whole file four times, seconds each."""
+    import gguf
+
+    slow = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in slow.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in slow.items():
+            setattr(gguf, name, function)
 
 
 def load(cache: Path) -> tuple[Any, Any]:

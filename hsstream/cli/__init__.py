@@ -24,12 +24,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from hsstream.cli import cat, estimate, index, info, simulate, verify
+from hsstream.cli import audit, cat, estimate, export, index, info, pack, recode, simulate, train, verify, vocab
 from hsstream.cli.arguments import Parser
 from hsstream.errors import FormatError, HsStreamError, NonFiniteError, SchemaMismatchError, SourceError
 from hsstream.version import __version__
 
-COMMANDS = (info, verify, index, cat, simulate, estimate)
+COMMANDS = (info, verify, index, cat, simulate, estimate, vocab, pack, recode, export, train, audit)
 
 FINE, DATA_FAULT, CALL_FAULT, BROKEN_OFF = 0, 1, 2, 130
 _DATA_ERRORS = (FormatError, SchemaMismatchError, NonFiniteError, SourceError)

@@ -113,6 +113,13 @@ class Store(ABC):
         """Bytes that can still be written, or None where the place does not say."""
         return None
 
+    def fresh(self) -> Store:
+        """The same root with connections of its own, so that closing it breaks nobody else's reads.
+
+        Itself where nothing is held that closing would break.
+        """
+        return self
+
     def close(self) -> None:  # noqa: B027  (most stores hold nothing that matters)
         """Give back what the store holds open; it reopens by itself when used again."""
 

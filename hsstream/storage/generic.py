@@ -12,6 +12,7 @@ look before publishing is not atomic; nothing locks a writer's name.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import threading
@@ -60,6 +61,10 @@ class FsspecStore(ForkAware, Store):
         self._opened: tuple[Any, str] | None = None
         self._guard = threading.Lock()
         self._closing = threading.Event()
+
+    def fresh(self) -> Store:
+        """The same root with a file system of its own."""
+        return copy.copy(self)
 
     def close(self) -> None:
         """End the waiting of retries and forget the file system."""

@@ -41,16 +41,18 @@ class Patience:
     def __init__(self, where: str, limit: float, stall: float, closing: threading.Event) -> None:
         self._where, self._limit, self._stall, self._closing = where, limit, stall, closing
         self._began = time.monotonic()
-        self._tries, self._fresh, self._told = 0, 0, False
+        self._tries, self._pauses, self._fresh, self._told = 0, 0, 0, False
 
     def timeout(self) -> float:
-        """Seconds that one attempt may wait for the next byte."""
+        """Seconds that one attempt may wait for the next byte; StorageError when nobody waits any more."""
+        if self._closing.is_set():
+            raise StorageError(f"{self._where}: closed before it was read")
         return max(0.05, min(self._stall, self._left()))
 
     def after(self, problem: Transient, progress: int = 0) -> None:
         """Wait before the next try, or raise StorageError when the time is over."""
         if progress >= _PROGRESS:
-            self._began, self._tries = time.monotonic(), 0
+            self._began, self._tries, self._pauses = time.monotonic(), 0, 0
         self._tries += 1
         if self._closing.is_set():
             raise StorageError(f"{self._where}: closed while waiting for another try ({problem})")
@@ -71,7 +73,9 @@ class Patience:
 
     def _pause(self, problem: Transient) -> None:
         self._tell(problem)
-        growing = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (self._tries - 1)) * random.uniform(0.5, 1)
+        # By pauses and not by tries: a server that restarts leaves many dead connections to be tried at once.
+        growing = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._pauses, 16)) * random.uniform(0.5, 1)
+        self._pauses += 1
         pause = growing if problem.pause is None else max(growing, problem.pause)
         self._closing.wait(min(pause, max(self._left(), 0)))
 

@@ -200,6 +200,7 @@ def file_lock(path: Path, name: str) -> Iterator[None]:
     with typed("lock", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _locked_descriptor(path, name)
+    with suppress(OSError):  # for messages only; a full disk has no room for it
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     owner = os.getpid()

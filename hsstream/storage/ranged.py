@@ -10,6 +10,7 @@ this order: status, Content-Range, ETag, and only then the body.
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -44,6 +45,12 @@ class RangedStore(ForkAware, Store):
         """Fresh memory of versions; the wire renews itself."""
         self._versions: dict[str, Version] = {}
         self._closing = threading.Event()
+
+    def fresh(self) -> Store:
+        """The same root with connections of its own; what is known of versions is shared."""
+        other = copy.copy(self)
+        other._versions = self._versions
+        return other
 
     def close(self) -> None:
         """Close all connections; reads waiting in other threads end with a StorageError."""

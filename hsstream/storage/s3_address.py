@@ -107,7 +107,8 @@ def refusal(where: str, place: Address, status: int, body: bytes, region: str | 
     if code == "NoSuchBucket":
         return _no_bucket(where, place)
     if status == 404:
-        return missing(where)
+        # An S3 server gives a reason, above all to a request for the bucket itself.
+        return missing(where) if code or not where.endswith("/") else _no_server(where, place)
     if region and region != place.region and status in (301, 307, 400, 403):
         return StorageError(
             f"{where}: the bucket is in region {region}, not {place.region}; pass region={region!r}"
@@ -116,6 +117,11 @@ def refusal(where: str, place: Address, status: int, body: bytes, region: str | 
         return StorageError(f"{where}: the bucket is at another endpoint; check endpoint_url and region")
     advice = _ADVICE.get(code, "check the URL, the keys, endpoint_url and region")
     return StorageError(f"{where}: the server answered {status} {code}; {advice}")
+
+
+def _no_server(where: str, place: Address) -> StorageError:
+    server = urlsplit(place.base).netloc
+    return StorageError(f"{where}: {server} answered 404 and not like an S3 server; check endpoint_url")
 
 
 def _no_bucket(where: str, place: Address) -> StorageError:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from hsstream.errors import StorageError
+from hsstream.storage.base import Store
 from hsstream.storage.credentials import Credentials
 from hsstream.storage.options import Options
 from hsstream.storage.patience import Transient
@@ -44,6 +45,13 @@ class S3Client(RangedStore, ABC):
         self._credentials = Credentials(options)
         self._place: Address | None = None
         super().__init__(root, options)
+
+    def fresh(self) -> Store:
+        """The same bucket with connections of its own; keys and their provider are shared."""
+        other = super().fresh()
+        if isinstance(other, S3Client):
+            other._credentials, other._place = self._credentials, self._place
+        return other
 
     def key(self, name: str) -> str:
         """The object's key."""

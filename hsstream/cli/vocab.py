@@ -1,0 +1,83 @@
+"""`hsstream vocab ROOT`: the draft vocabulary, counted from stored ids and masks; no state is read.
+
+In: a root, or shard URLs. Out: the map `d2t` and `t2d` in a file, and what share of the supervised tokens
+it holds. A checkpoint that has a map keeps it: with `--checkpoint` that one is copied, not a new one made.
+Refused, with exit code 2: a file that holds another map, a vocabulary of unknown size.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hsstream.cli.arguments import Commands, new_command, positive, storage_options
+from hsstream.cli.output import count, counted, echo, echo_json, percent
+from hsstream.vocab import DRAFT_VOCABULARY, VocabMap, build_map, count_tokens, find_map, save_map
+
+
+def add_parser(commands: Commands) -> None:
+    """The command's arguments."""
+    parser = new_command(
+        commands,
+        "vocab",
+        "make the draft vocabulary (d2t, t2d) from stored ids and masks",
+        root="directory, URL, or shard URLs with {000..099}",
+    )
+    parser.add_argument(
+        "--size",
+        metavar="N",
+        type=positive,
+        default=DRAFT_VOCABULARY,
+        help="tokens of the draft vocabulary (default %(default)s)",
+    )
+    parser.add_argument(
+        "--vocab-size", metavar="N", type=positive, help="the target's vocabulary, where ROOT does not say"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="FILE.pt (SpecForge) or a folder (speculators' .npy files)"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="PATH", type=Path, help="a draft model: the map it has is kept, and copied"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count, choose or copy, write, report."""
+    counts = count_tokens(args.root, args.vocab_size, storage_options(args))
+    kept = None if args.checkpoint is None else find_map(args.checkpoint, len(counts))
+    found = kept or build_map(counts, args.size)
+    written = [] if args.out is None else save_map(found, args.out)
+    facts = _facts(found, counts) | {
+        "from": "the data" if kept is None else str(args.checkpoint),
+        "out": None if args.out is None else str(args.out),
+        "written": [str(file) for file in written],
+    }
+    if args.json:
+        echo_json(facts)
+    else:
+        echo("\n".join(_lines(facts)))
+    return 0
+
+
+def _facts(found: VocabMap, counts: Any) -> dict[str, Any]:
+    return {
+        "draft_vocab_size": len(found.d2t),
+        "vocab_size": len(found.t2d),
+        "supervised_tokens": int(counts.sum()),
+        "distinct_tokens": int((counts > 0).sum()),
+        "covered": found.covered(counts),
+    }
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    chosen = f"{count(facts['draft_vocab_size'])} of {counted(facts['vocab_size'], 'token')}"
+    lines = [
+        f"{chosen}, from {facts['from']}: "
+        f"{percent(facts['covered'], 1)} of {counted(facts['supervised_tokens'], 'supervised token')} "
+        f"({count(facts['distinct_tokens'])} different)"
+    ]
+    if facts["out"] is not None and not facts["written"]:
+        lines.append(f"{facts['out']} holds this map already")
+    return lines + [f"wrote {file}" for file in facts["written"]]

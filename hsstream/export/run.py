@@ -1,0 +1,73 @@
+"""The run: samples side by side, then what belongs beside them.
+
+In: a root, a directory, a format. Out: files, and an `ExportReport`. Refused: what the format refuses before
+anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hsstream.errors import SampleError
+from hsstream.export.formats import FORMATS
+from hsstream.norm import FinalNorm
+from hsstream.ordered import ordered
+from hsstream.reader import ShardReader
+
+#: progress(stored bytes done, in all).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written."""
+
+    format: str
+    target: str
+    samples: int
+    tokens: int
+    nbytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def export(
+    root: str | Path,
+    target: str | Path,
+    to: str,
+    *,
+    to_post_norm: str | Path | None = None,
+    workers: int = 2,
+    storage_options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write every sample of `root` below the directory `target`.
+
+    Args:
+        to: one of FORMATS.
+        to_post_norm: folder of the model whose final norm is applied to states captured before it.
+    """
+    if to not in FORMATS:
+        raise SampleError(f"unknown format {to!r}: choose one of {', '.join(FORMATS)}")
+    reader = ShardReader(root, storage_options)
+    norm = None if to_post_norm is None else FinalNorm(to_post_norm)
+    layout = FORMATS[to](reader, Path(target), norm)
+    layout.check()
+    sizes = reader.index.table.sizes.sum(axis=1).tolist()
+    total = sum(sizes)
+    samples = tokens = nbytes = done = 0
+    for entry in ordered(layout.write, enumerate(sizes), workers, "export"):
+        if entry is None:
+            continue
+        written = entry[1].result()
+        samples, tokens, nbytes = samples + 1, tokens + written[0], nbytes + written[1]
+        done += sizes[entry[0]]
+        if progress is not None:
+            progress(done, total)
+    layout.finish()
+    return ExportReport(to, str(target), samples, tokens, nbytes)

@@ -1,0 +1,71 @@
+"""Both ends of a run, opened: the source, and the writer of the data set.
+
+In: a `Job`. Out: a `Source`; a `ShardWriter`. Refused: a source in which nothing is found (SampleError),
+another codec than that of the data set at the root (SchemaMismatchError), a teacher that has no states to
+judge by (SampleError).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+from hsstream.codecs import parse_codec
+from hsstream.errors import SampleError, SchemaMismatchError
+from hsstream.packing.job import Job
+from hsstream.presets import codec_for
+from hsstream.sample import ModelInfo
+from hsstream.sources.base import Source
+from hsstream.sources.detect import EmptySourceError, UnreadableSourceError, open_source
+from hsstream.teacher import TopKTeacher
+from hsstream.weights import load_lm_head
+from hsstream.writer import ShardWriter
+
+
+def open_job_source(job: Job, stop: threading.Event) -> Source | None:
+    """The source; a program that is followed may not have finished its first file yet."""
+    began = time.monotonic()
+    while True:
+        try:
+            return open_source(job.source, job.format, job.options)
+        except (EmptySourceError, UnreadableSourceError):
+            if job.follow is None or time.monotonic() - began >= (job.follow.idle_exit or math.inf):
+                raise
+        if stop.wait(job.follow.poll):
+            return None
+
+
+def open_writer(job: Job, model: ModelInfo | None) -> ShardWriter:
+    """The writer at the root, which continues what is there."""
+    teacher = None if job.teacher is None else TopKTeacher(load_lm_head(job.teacher), job.top_k)
+    if teacher is not None and model is not None and model.last_hidden_norm != "post":
+        raise SampleError("a teacher needs last hidden states after the final norm: give --to-post-norm too")
+    if teacher is None and job.codec == "sparse":
+        raise SampleError("codec sparse keeps the largest logits: give --teacher, the model's folder")
+    return ShardWriter(
+        job.root,
+        codec=job.codec,
+        compression=job.compression,
+        model=model,
+        shard_bytes=job.shard_bytes,
+        name=job.name,
+        threads=max(1, job.workers),
+        storage_options=job.storage_options,
+        commit=job.commit,
+        teacher=teacher,
+    )
+
+
+def check_codecs(writer: ShardWriter, job: Job) -> None:
+    """Refuse at once what the writer would refuse for every file: another codec than the data set's."""
+    if writer.info is None:
+        return
+    for spec in writer.info.schema.tensors:
+        wanted = parse_codec(codec_for(spec.name, job.codec))
+        if (wanted.name, wanted.params()) != (spec.codec.name, spec.codec.params()):
+            found = f"{spec.codec.name} {spec.codec.params() or ''}".strip()
+            raise SchemaMismatchError(
+                f"{job.root} stores {spec.name} as {found}, asked for is {codec_for(spec.name, job.codec)}: "
+                "give the --codec it was begun with, or another root"
+            )

@@ -1,0 +1,252 @@
+"""The run itself: many samples side by side, appended in their order, nothing lost when it is killed.
+
+In: a `Job`. Out: a data set that holds every readable sample of the source, and a `Report`; a list of what
+could not be taken over beside the data, one JSON object a line. Refused: a call that lacks something
+(SampleError, StorageError), another schema or model at the root (SchemaMismatchError); with
+`on_bad="raise"` the first bad file.
+
+A run that ends early, however it ends, is continued by the same call: what is sealed is skipped by key.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+from hsstream.errors import HsStreamError, SampleError, SchemaMismatchError, SourceError, StorageError
+from hsstream.ordered import ordered
+from hsstream.packing.convert import Converter
+from hsstream.packing.feed import Watch
+from hsstream.packing.job import Bad, Follow, Job, Progress, Report
+from hsstream.packing.ledger import Ledger
+from hsstream.packing.opening import check_codecs, open_job_source, open_writer
+from hsstream.sample import ModelInfo
+from hsstream.sources.base import Item, Source, SourceFile
+from hsstream.sources.detect import EmptySourceError
+from hsstream.storage import Store, open_store
+from hsstream.writer import Prepared, ShardWriter
+
+#: Files that may be unreadable before a source counts as unreadable.
+FIRST_FILES = 100
+_Entry = tuple[SourceFile, Item]
+_Result = tuple[Prepared, int]
+
+
+def pack(job: Job, progress: Progress | None = None, stop: threading.Event | None = None) -> Report:
+    """Run a job to its end, or, following a program, until `stop` is set.
+
+    progress: called with the bytes of source files done and in all.
+    """
+    store = open_store(job.root, job.storage_options)
+    stop = stop or threading.Event()
+    try:
+        source = open_job_source(job, stop)
+    except EmptySourceError:
+        if not any(name.endswith(".tar") for name in store.names()):
+            raise
+        # An earlier run has deleted the last source file and was ended before it could commit.
+        with open_writer(job, None):
+            return Report(store.url)
+    if source is None:
+        return Report(store.url, job.format)
+    return _Run(job, source, store, progress, stop).run()
+
+
+class _Run:
+    """One run over an open source."""
+
+    def __init__(
+        self, job: Job, source: Source, store: Store, progress: Progress | None, stop: threading.Event
+    ) -> None:
+        self._job, self._source, self._store, self._progress = job, source, store, progress
+        self._convert = Converter(source, job)
+        self._report = Report(store.url, source.format)
+        self._follow = job.follow
+        if self._follow is not None and not source.live:
+            raise SampleError(
+                f"{source.format} files are complete when all of them are: --follow cannot take them"
+            )
+        self._watch = Watch(source, self._follow or Follow(), stop)
+        self._mine: set[str] = set()
+        self._total = self._unsealed = 0
+        self._listed: Path | None = None
+        self._norm: str | None = None
+
+    def run(self) -> Report:
+        """Pack everything; the list of bad files is written however it ends."""
+        try:
+            model = self._first_model()
+            if model is not None or self._has_shards():
+                with open_writer(self._job, model) as writer:
+                    self._pack(writer, model)
+        finally:
+            self._write_bad_list()
+        return self._report
+
+    def _first_model(self) -> ModelInfo | None:
+        """Model facts by the first sample that can be read; None where there is no readable file."""
+        failed: list[Bad] = []
+        for file in self._first_files():
+            if file is None or not file.items:
+                continue
+            try:
+                loaded = self._convert.load(file, file.items[0])
+            except HsStreamError as error:
+                if type(error) is SampleError:
+                    # Not the file is at fault, but what the call says about it.
+                    raise
+                failed.append(_bad(file.items[0], error))
+                if self._job.on_bad == "raise" and self._follow is None:
+                    self._report.bad = failed
+                    raise type(error)(f"{failed[0].path}: {failed[0].reason}") from error
+                if len(failed) == FIRST_FILES:
+                    break
+                continue
+            return self._convert.model(loaded)
+        if not self._has_shards():
+            self._report.bad = failed
+        return None
+
+    def _first_files(self) -> Iterator[SourceFile | None]:
+        if self._follow is None:
+            return iter(self._source.files())
+        # A watch of its own: what it gives out is only looked at.
+        return Watch(self._source, self._follow, self._watch.stop).files()
+
+    def _has_shards(self) -> bool:
+        return any(name.endswith(".tar") for name in self._store.names())
+
+    def _pack(self, writer: ShardWriter, model: ModelInfo | None) -> None:
+        check_codecs(writer, self._job)
+        model = model or (writer.info.model if writer.info else None)
+        self._norm = model.last_hidden_norm if model else None
+        self._ledger = Ledger(writer, self._store, self._job.delete_source, self._note, self._watch.gone)
+        self._measure()
+
+        def work(entry: _Entry) -> _Result:
+            return self._convert.prepare(writer, *entry, self._norm)
+
+        for done in ordered(work, self._entries(writer), self._job.workers, "pack"):
+            if done is None:
+                self._look_around(writer)
+            else:
+                self._take(writer, *done)
+        writer.close()
+        self._ledger.settle()
+        stats = writer.stats()
+        report = self._report
+        report.shards, report.stored_bytes, report.deleted = stats.shards, stats.nbytes, self._ledger.deleted
+
+    def _entries(self, writer: ShardWriter) -> Iterator[tuple[_Entry, int] | None]:
+        """Samples to load, with their share of their file; the first alone, since it fixes the schema."""
+        files = self._watch.files() if self._follow is not None else self._source.files()
+        for file in files:
+            if file is None:
+                yield None
+                continue
+            self._report.files += 1
+            self._report.source_bytes += file.nbytes
+            self._ledger.open(file)
+            for item in file.items:
+                if (wanted := self._wanted(writer, file, item)) is not None:
+                    yield wanted
+                    if writer.info is None:
+                        yield None
+            self._advance()
+
+    def _wanted(self, writer: ShardWriter, file: SourceFile, item: Item) -> tuple[_Entry, int] | None:
+        share = max(1, file.nbytes // len(file.items))
+        if item.key in self._mine:
+            self._bad(file, item, SampleError("another file gives the same key"))
+            return None
+        if item.key in writer:
+            self._report.known += 1
+            # Only a file that may be deleted is looked into again.
+            if not self._job.delete_source or not file.path.exists():
+                return None
+        self._mine.add(item.key)
+        return (file, item), share
+
+    def _take(self, writer: ShardWriter, entry: _Entry, future: Future[_Result]) -> None:
+        file, item = entry
+        known = item.key in writer
+        try:
+            prepared, padding = future.result()
+        except HsStreamError as error:
+            if known:
+                self._ledger.keep(file)
+                self._note(file.path, f"its sample is sealed, but the file cannot be compared: {error}")
+            elif not self._again(file, item):
+                self._bad(file, item, error)
+            return
+        if known:
+            self._ledger.known(file, prepared)
+            return
+        writer.append(prepared)
+        self._ledger.appended(file, item.key)
+        self._unsealed += 1
+        report = self._report
+        report.samples, report.tokens = report.samples + 1, report.tokens + prepared.plain.tokens
+        report.padding += padding
+        self._ledger.settle()
+
+    def _again(self, file: SourceFile, item: Item) -> bool:
+        """Whether a file of a running program is to be tried once more."""
+        if self._follow is None or len(file.items) > 1 or not self._watch.again(file.path):
+            return False
+        self._mine.discard(item.key)
+        self._ledger.forget(file)
+        self._report.files -= 1
+        self._report.source_bytes -= file.nbytes
+        return True
+
+    def _look_around(self, writer: ShardWriter) -> None:
+        """Between two looks at a followed directory: seal what has waited long enough."""
+        if self._follow is None or not self._unsealed:
+            return
+        if time.monotonic() - self._watch.last >= self._follow.seal_after:
+            writer.seal()
+            self._unsealed = 0
+            self._ledger.settle()
+
+    def _bad(self, file: SourceFile, item: Item, error: HsStreamError) -> None:
+        self._ledger.keep(file)
+        bad = _bad(item, error)
+        self._report.bad.append(bad)
+        if self._job.on_bad == "raise":
+            kind = SourceError if type(error) in (SampleError, SchemaMismatchError) else type(error)
+            raise kind(f"{bad.path}: {bad.reason}") from error
+
+    def _note(self, path: Path, reason: str) -> None:
+        """A file that was taken over but stays."""
+        self._report.bad.append(Bad(str(path).encode("utf-8", "backslashreplace").decode(), "", reason))
+
+    def _measure(self) -> None:
+        """Bytes in all, for the progress bar."""
+        if self._progress is not None and self._follow is None:
+            self._total = sum(file.nbytes for file in self._source.files())
+
+    def _advance(self) -> None:
+        if self._progress is not None and self._total:
+            self._progress(self._report.source_bytes, self._total)
+
+    def _write_bad_list(self) -> None:
+        """`NAME-bad.jsonl` beside the data; the one of an earlier run goes."""
+        name = f"{self._job.name}-bad.jsonl"
+        with suppress(StorageError):
+            if not self._report.bad:
+                self._store.remove(name)
+                return
+            lines = [json.dumps({"path": b.path, "key": b.key, "reason": b.reason}) for b in self._report.bad]
+            self._store.put(name, ("\n".join(lines) + "\n").encode())
+            self._report.bad_list = self._store.where(name)
+
+
+def _bad(item: Item, error: HsStreamError) -> Bad:
+    reason = str(error.args[0]) if error.args else type(error).__name__
+    return Bad(item.origin, item.key, f"{error.tensor}: {reason}" if error.tensor else reason)

@@ -1,0 +1,246 @@
+"""What a source is: samples that another program left on disk, in canonical names and shapes.
+
+In: a directory (or one file) and what the user knows about it (`Options`). Out: `SourceFile`s in a stable
+order, each with its samples (`Item`), and one `Loaded` sample at a time. Listing opens a file only where
+it holds several samples. Refused with SourceError, naming the file: whatever is broken or not what the
+format promises; with SampleError: options that are missing or contradict the files.
+
+A key follows the file (and row) it came from and nothing else, so a second run finds it again whatever
+was packed, deleted or added in between.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from hsstream.codecs.base import Codes
+from hsstream.errors import SampleError, SourceError
+from hsstream.sources.files import key_of, shown, walk
+
+LAYER_OUTPUT = "layer_output_0based"
+HF_INDEX = "hf_hidden_states_index"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller says about a source, where the source cannot.
+
+    last_norm: `pre` or `post`, how `last_hidden_state` was captured. layers: number of captured layers;
+    hidden_size: their width; one of the two where the files hold neither. arrow: the preprocessed data
+    set that speculators' masks lie in. all_supervised: take every token as supervised where there is no
+    mask. ttt_length: unrolled steps of the training, which decide how much padding may be cut off.
+    mapped: map files instead of reading them; False where a running program may still change them.
+    """
+
+    last_norm: str | None = None
+    layers: int | None = None
+    hidden_size: int | None = None
+    arrow: Path | None = None
+    all_supervised: bool = False
+    ttt_length: int = 7
+    mapped: bool = True
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample: its key, where it comes from as text, and its row in a file of several."""
+
+    key: str
+    origin: str
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file, its size in bytes, and the samples in it."""
+
+    path: Path
+    nbytes: int
+    items: tuple[Item, ...]
+
+
+@dataclass
+class Loaded:
+    """One sample.
+
+    attention_mask [S]: padding that the writer cuts off. norm: `pre` or `post` where the file itself says
+    how its last hidden state was captured. padding: rows that were cut off already. codes: by tensor, the
+    e4m3fn codes that its values were dequantised from, one `Codes` a member.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    attention_mask: torch.Tensor | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    norm: str | None = None
+    padding: int = 0
+    codes: dict[str, list[Codes]] = field(default_factory=dict)
+
+
+class Source(ABC):
+    """One producer's format at one place."""
+
+    format: ClassVar[str]
+    """Its name on the command line."""
+    suffixes: ClassVar[tuple[str, ...]]
+    """What the names of its files end in."""
+    last_norm: ClassVar[str | None] = None
+    """How this producer captures the last hidden state; None where it differs from run to run."""
+    convention: ClassVar[str] = LAYER_OUTPUT
+    """How this producer counts layers."""
+    live: ClassVar[bool] = True
+    """Whether files can be taken over while others are still being written."""
+
+    def __init__(self, root: Path, options: Options) -> None:
+        self.root, self.options = root, options
+
+    def paths(self) -> Iterator[Path]:
+        """The files of this format below the root."""
+        return walk(self.root, self.suffixes)
+
+    def files(self) -> Iterator[SourceFile]:
+        """All files, in a stable order. One that cannot be listed has one item, whose `load` says why."""
+        return (self.file(path, nbytes) for path, nbytes in self._sized())
+
+    def file(self, path: Path, nbytes: int) -> SourceFile:
+        """One file and its samples."""
+        return SourceFile(path, nbytes, (self.item(path),))
+
+    def item(self, path: Path) -> Item:
+        """The sample of a file that holds one."""
+        return Item(key_of(self.root, path, self.suffixes), shown(self.root, path))
+
+    @abstractmethod
+    def load(self, file: SourceFile, item: Item) -> Loaded:
+        """One sample. Safe in several threads."""
+
+    def facts(self) -> dict[str, Any]:
+        """Model facts that the source records beside its samples."""
+        return {}
+
+    def norm_of(self, loaded: Loaded) -> str | None:
+        """`pre` or `post` for this sample's last hidden state; None where nothing says so.
+
+        What a sample says counts, then what the caller says, then the producer's habit.
+        """
+        given = self.options.last_norm
+        if loaded.norm is not None and given not in (None, loaded.norm):
+            raise SourceError(
+                f"the file says that its last hidden state is {loaded.norm}-norm, --last-norm says {given}"
+            )
+        return loaded.norm or given or self.last_norm
+
+    def _sized(self) -> Iterator[tuple[Path, int]]:
+        for path in self.paths():
+            try:
+                yield path, path.stat().st_size
+            except OSError:
+                yield path, 0
+
+
+def tensor(record: Mapping[str, Any], name: str, axes: int, batch: bool = False) -> torch.Tensor:
+    """`record[name]` with that many axes; `batch`: a leading axis of 1 is allowed and dropped."""
+    value = record.get(name)
+    if not isinstance(value, torch.Tensor):
+        found = "nothing" if value is None else type(value).__name__
+        raise SourceError(f"expected the tensor {name}, found {found}; keys: {listed(record)}")
+    shape = list(value.shape)
+    if batch and value.ndim == axes + 1 and shape[0] == 1:
+        value = value[0]
+    if value.ndim != axes:
+        lead = "[1, ...] of " if batch else ""
+        raise SourceError(f"{name} has shape {shape}, expected {lead}{axes} axes")
+    return value
+
+
+def listed(record: Mapping[Any, Any]) -> str:
+    """The first few keys of a record, for messages."""
+    names = [str(name)[:40] for name in list(record)[:8]]
+    return ", ".join(names) + (", ..." if len(record) > 8 else "")
+
+
+def require_rows(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse states that do not have one row for every token, and say what usually causes it."""
+    tokens = tensors["input_ids"].numel()
+    for name, value in tensors.items():
+        rows = len(value) if value.ndim else 0
+        if rows < tokens:
+            raise SourceError(
+                f"{name} has {rows} rows for {tokens} tokens, {tokens - rows} too few: a prefix cache or "
+                "chunked prefill cut the capture; capture it again with both switched off"
+            )
+        if rows > tokens:
+            raise SourceError(
+                f"{name} has {rows} rows for {tokens} tokens, {rows - tokens} too many: states of another "
+                "request, or of generated tokens whose ids are missing"
+            )
+
+
+def split_layers(flat: torch.Tensor, name: str, width: int | None, layers: int | None) -> torch.Tensor:
+    """[S, L * H] to [S, L, H] by the width H (of the last hidden state, say) or the number of layers L."""
+    total = flat.shape[-1]
+    if width is None and layers is None:
+        raise SampleError(
+            f"{name} is {total} wide and nothing says of how many layers: give --layers or --hidden-size"
+        )
+    width = width or total // (layers or 1)
+    if width == 0 or total % width or (layers is not None and total != layers * width):
+        expected = f"{layers} layers" if layers else "whole layers"
+        raise SourceError(f"{name} is {total} wide, which is not {expected} of {width}: is a layer missing?")
+    return flat.reshape(len(flat), total // width, width)
+
+
+def cut(tensors: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+    """The first `tokens` rows of every tensor."""
+    return {name: value[:tokens] for name, value in tensors.items()}
+
+
+def real_tokens(input_ids: torch.Tensor, loss_mask: torch.Tensor, ttt_length: int) -> int:
+    """How many tokens to keep of a sample that was padded on the right with id 0 and mask 0.
+
+    Nothing marks the padding, and 0 may be a real id. Step k at position t is trained towards token
+    t + 1 + k, so rows further behind the last supervised one than the steps reach change no target.
+    """
+    used = _last(input_ids) + 1
+    supervised = _last(loss_mask)
+    reach = supervised + 1 + ttt_length if supervised >= 0 else 0
+    kept = min(len(input_ids), max(used, reach))
+    if kept == 0:
+        raise SourceError(f"all {len(input_ids)} tokens are padding (id 0, mask 0)")
+    return kept
+
+
+def _last(values: torch.Tensor) -> int:
+    places = torch.nonzero(values).flatten()
+    return int(places[-1]) if places.numel() else -1
+
+
+def mask_or_refuse(
+    record: Mapping[str, Any], tokens: int, options: Options, why: str, batch: bool = False
+) -> torch.Tensor:
+    """The stored loss mask [S], or all ones where the caller allows that."""
+    if record.get("loss_mask") is not None:
+        return tensor(record, "loss_mask", 1, batch)
+    if options.all_supervised:
+        return torch.ones(tokens, dtype=torch.uint8)
+    raise SampleError(f"there is no loss mask: {why}, or say --all-supervised")
+
+
+def canonical(
+    ids: torch.Tensor, mask: torch.Tensor, aux: torch.Tensor | None, last: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The canonical tensors that are there, every one with a row for every token."""
+    parts: Sequence[tuple[str, torch.Tensor | None]] = (
+        ("input_ids", ids),
+        ("loss_mask", mask),
+        ("aux_hidden_states", aux),
+        ("last_hidden_state", last),
+    )
+    tensors = {name: value for name, value in parts if value is not None}
+    require_rows(tensors)
+    return tensors

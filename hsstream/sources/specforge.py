@@ -1,0 +1,79 @@
+"""SpecForge's offline hidden states: `rows_0-2000/data_17.ckpt`, one sample a file, also `.ckpt.gz`.
+
+======================  ==========================================================================
+strategy                a dict of `input_ids` [T], `loss_mask` [T] and
+======================  ==========================================================================
+EAGLE-3                 `aux_hidden_state` [1, T, 3H], `hidden_state` [1, T, H] after the final norm
+DFlash, Domino          `hidden_states` [1, T, L*H]
+DSpark                  the same and `target_last_hidden_states` [1, T, H] after the final norm
+======================  ==========================================================================
+
+Files written since November 2025 carry the padding of the batch they were made in, unmarked; it is cut
+off as far as no training target can tell. Files that were cut when a run was killed are SourceErrors.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hsstream.errors import SourceError
+from hsstream.sources.base import (
+    Item,
+    Loaded,
+    Source,
+    SourceFile,
+    canonical,
+    cut,
+    listed,
+    mask_or_refuse,
+    real_tokens,
+    split_layers,
+    tensor,
+)
+from hsstream.sources.files import relative, shown
+from hsstream.sources.torchfile import load_dict
+
+_GROUPED = re.compile(r"(?:rows_(\d{1,12})-(\d{1,12})/)?data_(\d{1,12})\.ckpt(?:\.gz)?")
+
+
+class SpecForge(Source):
+    """See the module."""
+
+    format = "specforge"
+    suffixes = (".ckpt", ".ckpt.gz")
+    last_norm = "post"
+
+    def item(self, path: Path) -> Item:
+        """`data_17` for a file in the directory of its group, whose name says nothing of its own."""
+        origin = shown(self.root, path)
+        match = _GROUPED.fullmatch(relative(self.root, path).as_posix())
+        if match and (match[1] is None or int(match[1]) <= int(match[3]) < int(match[2])):
+            return Item(f"data_{int(match[3])}", origin)
+        return super().item(path)
+
+    def load(self, file: SourceFile, item: Item) -> Loaded:  # noqa: ARG002
+        """One sample without its padding."""
+        record = load_dict(file.path, self.options.mapped)
+        ids = tensor(record, "input_ids", 1, batch=True)
+        mask = mask_or_refuse(record, len(ids), self.options, "SpecForge always stores one", batch=True)
+        tensors = canonical(ids, mask, *self._states(record))
+        kept = real_tokens(ids, mask, self.options.ttt_length)
+        return Loaded(cut(tensors, kept), padding=len(ids) - kept)
+
+    def _states(self, record: dict[str, Any]) -> tuple[Any, Any]:
+        """(aux [T, L, H], last [T, H] or None)."""
+        if "aux_hidden_state" in record:
+            flat, last_name = tensor(record, "aux_hidden_state", 2, batch=True), "hidden_state"
+        elif "hidden_states" in record:
+            flat, last_name = tensor(record, "hidden_states", 2, batch=True), "target_last_hidden_states"
+        else:
+            raise SourceError(
+                f"no SpecForge sample: neither aux_hidden_state nor hidden_states in {listed(record)}"
+            )
+        last = None
+        if last_name in record or last_name == "hidden_state":
+            last = tensor(record, last_name, 2, batch=True)
+        width = self.options.hidden_size if last is None else last.shape[-1]
+        return split_layers(flat, "the stack of captured layers", width, self.options.layers), last

@@ -1,0 +1,264 @@
+"""The draft vocabulary: which target tokens a draft head can propose, counted from stored ids and masks.
+
+In: a data set (only the ids and masks of it are read, no states), or a map that exists already. Out: a
+`VocabMap` and its files. Refused with SampleError: a data set without ids, ids outside the vocabulary, a
+draft vocabulary above the target's, files that hold no map; a map that would replace another.
+
+A head's weights belong to the map they were trained with: row i of its output is target id i + d2t[i].
+Counted again on other data the rows would silently mean other tokens, so a map that exists is kept.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hsstream.catalog import Catalog, Roots, open_catalog
+from hsstream.dataset import HiddenStateDataset
+from hsstream.errors import SampleError, SourceError, StorageError
+from hsstream.plan import Batching, Order
+from hsstream.sources.torchfile import load_torch
+from hsstream.storage import open_store
+from hsstream.weights import load_weight
+
+#: What EAGLE-3 trainers take where nothing else is said.
+DRAFT_VOCABULARY = 32_000
+#: Tokens counted at once, unless a sample is longer.
+TOKENS_AT_ONCE = 1 << 18
+#: The map among a checkpoint's weights, by trainer.
+D2T_NAMES = ("d2t", "eagle_module.d2t", "draft_model.d2t", "model.d2t")
+#: Files beside or instead of safetensors that may hold a map.
+TORCH_FILES = ("vocab_mapping.pt", "pytorch_model.bin", "d2t.pt")
+NUMPY_FILES = ("d2t.npy", "t2d.npy")
+
+
+@dataclass(frozen=True)
+class VocabMap:
+    """d2t: int64 [D], offsets: draft id i is target id i + d2t[i]. t2d: bool [V], the target ids taken."""
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    @classmethod
+    def of_ids(cls, ids: torch.Tensor, vocab_size: int) -> VocabMap:
+        """From ascending target ids, int64 [D].
+
+        Raises:
+            SampleError: ids that do not ascend, or outside the vocabulary.
+        """
+        if ids.ndim != 1 or ids.numel() == 0 or bool((ids.diff() < 1).any()):
+            raise SampleError("a draft vocabulary is a list of ascending target ids, found another order")
+        if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+            raise SampleError(
+                f"the draft vocabulary reaches from {ids[0]} to {ids[-1]}, outside {vocab_size}"
+            )
+        t2d = torch.zeros(vocab_size, dtype=torch.bool)
+        t2d[ids] = True
+        return cls(ids - torch.arange(len(ids)), t2d)
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        """Target id of every draft id, int64 [D], ascending."""
+        return torch.arange(len(self.d2t)) + self.d2t
+
+    def covered(self, counts: NDArray[np.int64]) -> float:
+        """The share of the counted tokens that the draft vocabulary holds; 0 where none is counted."""
+        total = int(counts.sum())
+        return float(counts[self.target_ids.numpy()].sum()) / total if total else 0.0
+
+    def same(self, other: VocabMap) -> bool:
+        """Whether both mean the same tokens."""
+        return torch.equal(self.target_ids, other.target_ids) and torch.equal(self.t2d, other.t2d)
+
+
+def count_tokens(
+    roots: Roots,
+    vocab_size: int | None = None,
+    storage_options: dict[str, Any] | None = None,
+    max_length: int | None = None,
+) -> NDArray[np.int64]:
+    """How often each target id is supervised in the data, int64 [V]. Reads ids and masks alone.
+
+    vocab_size: V; None: as the data set's model facts say. max_length: tokens of a sample that count.
+
+    Raises:
+        SampleError: no `input_ids`, an unknown vocabulary size, ids outside the vocabulary.
+    """
+    catalog = open_catalog(roots, storage_options)
+    first = catalog.first
+    model = first.index.info.model
+    size = vocab_size or (model.vocab_size if model is not None else None)
+    if size is None:
+        raise SampleError(f"{first.root}: nothing says how large the vocabulary is: give --vocab-size")
+    names = [name for name in ("input_ids", "loss_mask") if name in first.index.info.schema.by_name]
+    if "input_ids" not in names:
+        raise SampleError(f"{first.root}: the data set has no input_ids to count")
+    counts = np.zeros(size, np.int64)
+    for batch in _in_storage_order(roots, storage_options, catalog, names, max_length):
+        supervised = batch["attention_mask"]
+        ids = batch["input_ids"][supervised & batch.get("loss_mask", supervised)]
+        counts += _counted(ids, size)
+    return counts
+
+
+def _in_storage_order(
+    roots: Roots,
+    storage_options: dict[str, Any] | None,
+    catalog: Catalog,
+    names: Sequence[str],
+    max_length: int | None,
+) -> HiddenStateDataset:
+    """Some tensors of all samples, once, by one process, whatever ranks there are."""
+    longest = max(TOKENS_AT_ONCE, int(catalog.lengths.max(initial=1)))
+    return HiddenStateDataset(
+        roots,
+        batching=Batching(max_tokens=longest, mode="pack", max_length=max_length, overlong="truncate"),
+        order=Order(shuffle=False),
+        tensors=names,
+        storage_options=storage_options,
+        rank=0,
+        world_size=1,
+    )
+
+
+def _counted(ids: torch.Tensor, size: int) -> NDArray[np.int64]:
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise SampleError(
+            f"input_ids reach from {int(ids.min())} to {int(ids.max())}, the vocabulary has {size} tokens: "
+            "give the target's own --vocab-size"
+        )
+    return np.bincount(ids.numpy(), minlength=size)
+
+
+def build_map(counts: NDArray[np.int64], size: int = DRAFT_VOCABULARY) -> VocabMap:
+    """The `size` most frequent tokens of `counts` [V]; of equally frequent ones those of lower id.
+
+    So where fewer than `size` tokens occur, the missing are filled with the lowest ids that do not. This is
+    speculators' rule, and SpecForge's but for ties, which fall there by the sequence of its files.
+
+    Raises:
+        SampleError: `size` above V, or below 1.
+    """
+    if not 1 <= size <= len(counts):
+        raise SampleError(
+            f"a draft vocabulary has 1 to {len(counts)} tokens (the target's), asked for {size}"
+        )
+    chosen = np.argsort(-counts, kind="stable")[:size]
+    return VocabMap.of_ids(torch.from_numpy(np.sort(chosen)), len(counts))
+
+
+def find_map(place: str | Path, vocab_size: int) -> VocabMap | None:
+    """The map that a checkpoint holds, None where it has none yet.
+
+    place: a checkpoint's folder (safetensors, `pytorch_model.bin`, `vocab_mapping.pt`, `d2t.npy`) or one
+    such file.
+
+    Raises:
+        SampleError: nothing there, or a broken map.
+    """
+    path = Path(place)
+    if not path.exists():
+        raise SampleError(f"{path}: no checkpoint there")
+    found = _from_torch(path) if path.suffix != ".safetensors" else None
+    found = _from_numpy(path) if found is None else found
+    found = _from_safetensors(path) if found is None else found
+    if found is None:
+        return None
+    if found.ndim != 1 or found.dtype.is_floating_point or found.dtype is torch.bool:
+        raise SampleError(f"{path}: d2t is {found.dtype} {list(found.shape)}, expected integers [D]")
+    try:
+        return VocabMap.of_ids(torch.arange(len(found)) + found.to(torch.int64), vocab_size)
+    except SampleError as error:
+        raise SampleError(f"{path}: d2t is broken: {error}") from None
+
+
+def _from_torch(path: Path) -> torch.Tensor | None:
+    files = [path / name for name in TORCH_FILES] if path.is_dir() else [path]
+    for file in files:
+        if not file.is_file() or file.suffix not in (".pt", ".bin"):
+            continue
+        try:
+            content = load_torch(file)
+        except SourceError as error:
+            raise SampleError(f"{file}: {error}") from None
+        tensors = content if isinstance(content, dict) else {"d2t": content}
+        found = next((tensors[name] for name in D2T_NAMES if name in tensors), None)
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+def _from_numpy(path: Path) -> torch.Tensor | None:
+    file = path / NUMPY_FILES[0] if path.is_dir() else path
+    if file.suffix != ".npy" or not file.is_file():
+        return None
+    try:
+        return torch.from_numpy(np.load(file, allow_pickle=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise SampleError(f"{file}: cannot be read: {error}") from None
+
+
+def _from_safetensors(path: Path) -> torch.Tensor | None:
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    for file in files:
+        if file.suffix != ".safetensors":
+            continue
+        try:
+            return load_weight(file, D2T_NAMES)
+        except SampleError as error:
+            if "none of" not in str(error):
+                raise
+    return None
+
+
+def save_map(found: VocabMap, out: str | Path) -> list[Path]:
+    """Write a map: `FILE.pt` as SpecForge has it, or `d2t.npy` and `t2d.npy` in a folder, as speculators has
+    it; the files. Each appears whole or not at all, and one that says the same is left alone.
+
+    Raises:
+        SampleError: another map is there already, or a name that says neither.
+        StorageError: it cannot be written.
+    """
+    path = Path(out)
+    if path.suffix not in ("", ".pt"):
+        raise SampleError(f"{path}: a map is written to a .pt file or into a folder")
+    if (path.suffix == "" or path.exists()) and _is_there(path, found):
+        return []
+    files = _packed(found, path)
+    for file, data in files.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{file.parent}: cannot be made: {error}") from error
+        open_store(file.parent).put(file.name, data)
+    return list(files)
+
+
+def _is_there(path: Path, found: VocabMap) -> bool:
+    there = find_map(path, len(found.t2d)) if path.exists() else None
+    if there is not None and not there.same(found):
+        raise SampleError(
+            f"{path} holds another map of {len(there.d2t)} tokens, which a head may have been trained with: "
+            "it is not replaced; remove it, or write elsewhere"
+        )
+    return there is not None
+
+
+def _packed(found: VocabMap, path: Path) -> dict[Path, bytes]:
+    buffer = io.BytesIO()
+    if path.suffix == ".pt":
+        torch.save({"d2t": found.d2t, "t2d": found.t2d}, buffer)
+        return {path: buffer.getvalue()}
+    files = {}
+    for name, value in zip(NUMPY_FILES, (found.d2t, found.t2d), strict=True):
+        buffer = io.BytesIO()
+        np.save(buffer, value.numpy(), allow_pickle=False)
+        files[path / name] = buffer.getvalue()
+    return files

@@ -1,0 +1,328 @@
+"""HiddenStateDataset in the worker processes of DataLoader and of torchdata's StatefulDataLoader."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import exact_set, holds, write_exact
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import hsstream as hs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # on two cores
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata 0.11
+]
+
+LENGTHS = [5, 30, 17, 1, 60, 8, 33, 12, 44, 29, 3, 16, 50, 9, 21, 38, 2, 25, 11, 40, 7, 55]
+WRITTEN = exact_set(LENGTHS)
+BATCHING = hs.Batching(batch_size=2, pad_to=16)
+STEPS = 11
+#: Hang guard of the loaders, in seconds.
+GUARD = 120
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loader")
+    write_exact(path, LENGTHS, shard_samples=4)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forkserver_imports_once() -> None:
+    multiprocessing.set_forkserver_preload(["torch", "torch.utils.data", "hsstream"])
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before = set(multiprocessing.active_children())
+    yield
+    gc.collect()  # what a caught exception held
+    left = set(multiprocessing.active_children()) - before
+    for process in left:
+        process.join(10)
+    assert [process.name for process in left if process.is_alive()] == []
+
+
+def load(root: Path, **options: Any) -> hs.HiddenStateDataset:
+    return hs.HiddenStateDataset(root, BATCHING, **options)
+
+
+def loader(ds: hs.HiddenStateDataset, workers: int, method: str = "fork", **options: Any) -> Any:
+    if not workers:
+        return DataLoader(ds, batch_size=None)
+    return DataLoader(
+        ds, batch_size=None, num_workers=workers, multiprocessing_context=method, timeout=GUARD, **options
+    )
+
+
+def keys(batches: Iterable[hs.Batch]) -> list[tuple[str, ...]]:
+    return [tuple(batch["keys"]) for batch in batches]
+
+
+def epoch_of(root: Path, epoch: int, **options: Any) -> list[hs.Batch]:
+    ds = load(root, **options)
+    ds.set_epoch(epoch)
+    return list(ds)
+
+
+@pytest.mark.parametrize(
+    ("workers", "method"), [(0, "none"), (1, "fork"), (3, "fork"), (1, "spawn"), (3, "forkserver")]
+)
+def test_persistent_workers_deliver_the_sequence_of_the_bare_loop_in_every_epoch(
+    root: Path, workers: int, method: str
+) -> None:
+    ds = load(root)
+    batches = loader(ds, workers, method, **({"persistent_workers": True} if workers else {}))
+    assert len(batches) == STEPS
+    for epoch in (0, 1, 2):
+        ds.set_epoch(epoch)
+        found, expected = list(batches), epoch_of(root, epoch)
+        assert keys(found) == keys(expected)
+        for batch, other in zip(found, expected, strict=True):
+            assert isinstance(batch, hs.Batch)
+            assert holds(batch, WRITTEN)
+            assert (batch.state, batch.meta, batch.filler) == (other.state, other.meta, other.filler)
+    assert keys(batches) == keys(expected)  # without set_epoch: the epoch again
+    del batches
+
+
+def test_new_workers_each_epoch_repeat_it_without_set_epoch_and_follow_it_with(root: Path) -> None:
+    ds = load(root)
+    batches = loader(ds, 3)
+    assert keys(batches) == keys(batches) == keys(epoch_of(root, 0))
+    ds.set_epoch(5)
+    assert keys(batches) == keys(epoch_of(root, 5))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("tail", ["drop", "repeat", "mask"])
+def test_ranks_with_workers_together_deliver_the_plan(root: Path, world: int, tail: Any) -> None:
+    order = hs.Order(tail=tail)
+    plan = keys(epoch_of(root, 0, order=order))
+    ranks = [
+        list(loader(load(root, order=order, rank=rank, world_size=world), 1 + rank)) for rank in range(world)
+    ]
+    found = [batch for step in zip(*ranks, strict=True) for batch in step]
+    assert keys(found)[: len(plan)] == plan[: len(found)]
+    assert abs(len(found) - len(plan)) < world
+    assert sum(batch.filler for batch in found) == (max(0, len(found) - len(plan)) if tail == "mask" else 0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (1, 0), (3, 2)])
+@pytest.mark.parametrize("taken", [1, 4, 11])
+def test_batch_state_resumes_under_another_number_of_workers(
+    root: Path, before: int, after: int, taken: int
+) -> None:
+    ds = load(root)
+    ds.set_epoch(2)
+    stopped = iter(loader(ds, before))
+    *_, last = islice(stopped, taken)
+    del stopped
+    again = load(root)
+    again.load_state_dict(json.loads(json.dumps(last.state)))
+    again.set_epoch(2)
+    batches = loader(again, after)
+    assert keys(batches) == keys(epoch_of(root, 2))[taken:]
+    assert keys(batches) == keys(epoch_of(root, 2))  # the epoch again, from its start
+    again.set_epoch(3)
+    assert keys(batches) == keys(epoch_of(root, 3))
+
+
+def test_the_parent_of_workers_does_not_know_the_position_and_says_so(root: Path) -> None:
+    ds = load(root)
+    next(iter(ds))  # a look at the first batch, whose position must not be taken for the workers'
+    ds.set_epoch(0)
+    for number, batch in enumerate(loader(ds, 2)):
+        with pytest.raises(hs.ResumeError, match=r"save batch.state of the last batch"):
+            ds.state_dict()
+        assert batch.state["consumed"] == number + 1
+    ds.set_epoch(1)
+    assert ds.state_dict()["epoch"] == 1
+
+
+def test_a_look_at_the_first_batch_does_not_hide_that_workers_iterate(root: Path) -> None:
+    ds = load(root)
+    next(iter(ds))
+    assert ds.state_dict()["consumed"] == 1
+    list(loader(ds, 1))
+    with pytest.raises(hs.ResumeError, match=r"save batch.state"):
+        ds.state_dict()
+
+
+def test_a_loader_of_one_process_knows_its_position(root: Path) -> None:
+    ds = load(root)
+    for batch in loader(ds, 0):
+        assert ds.state_dict() == batch.state
+
+
+def test_more_workers_than_before_do_not_take_up_an_old_position(root: Path) -> None:
+    """Resumed with one worker, then, without set_epoch, with three: the epoch repeats in all of them."""
+    whole = epoch_of(root, 0)
+    ds = load(root)
+    ds.load_state_dict(whole[5].state)
+    assert keys(loader(ds, 1)) == keys(whole)[6:]
+    assert keys(loader(ds, 3)) == keys(whole)
+
+
+def test_leaving_early_leaves_no_worker_and_the_next_iteration_is_whole(root: Path) -> None:
+    ds = load(root)
+    batches = loader(ds, 3)
+    for _ in batches:
+        break
+    assert keys(batches) == keys(epoch_of(root, 0))
+
+
+def test_codes_for_the_device_pass_through_workers(root: Path) -> None:
+    found = list(loader(load(root, dequantize="device"), 2))
+    assert all(holds(batch.to("cpu"), WRITTEN) for batch in found)
+
+
+def test_an_error_in_a_worker_names_its_place(tmp_path: Path) -> None:
+    write_exact(tmp_path, LENGTHS, shard_samples=4, codec="raw", compression="none")
+    ds = load(tmp_path, order=hs.Order(shuffle=False))
+    data = bytearray((tmp_path / "hs-000002.tar").read_bytes())
+    start, stop = ds.catalog.first.index.table.member_range(9, 4)
+    data[(start + stop) // 2] ^= 1
+    (tmp_path / "hs-000002.tar").write_bytes(data)
+    batches = iter(loader(ds, 2))
+    assert len(list(islice(batches, 4))) == 4
+    with pytest.raises(hs.CorruptDataError, match=r"do not match their hash.*hs-000002.tar.*key s0009"):
+        list(batches)
+    # torch leaves the iterator in a cycle with the error, where its collection waits for the workers
+    batches._shutdown_workers()
+
+
+# --- torchdata
+
+
+def stateful(ds: hs.HiddenStateDataset, workers: int, **options: Any) -> StatefulDataLoader:
+    if workers:
+        options |= {"multiprocessing_context": "fork", "timeout": GUARD}
+    return StatefulDataLoader(ds, batch_size=None, num_workers=workers, **options)
+
+
+def through_a_checkpoint(state: Any) -> Any:
+    return pickle.loads(pickle.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("workers", "taken", "every"),
+    [
+        (0, 0, 1),
+        (0, 5, 1),
+        (0, 5, 3),
+        (1, 0, 1),
+        (1, 10, 1),
+        (3, 0, 1),
+        (3, 1, 1),
+        (3, 2, 1),
+        (3, 7, 3),
+        (3, 10, 1),
+    ],
+)
+def test_a_stateful_dataloader_resumes_in_the_middle_of_an_epoch(
+    root: Path, workers: int, taken: int, every: int
+) -> None:
+    whole = keys(epoch_of(root, 0))
+    batches = stateful(load(root), workers, snapshot_every_n_steps=every)
+    stopped = iter(batches)
+    assert keys(islice(stopped, taken)) == whole[:taken]
+    state = through_a_checkpoint(batches.state_dict())
+    del stopped, batches
+    ds = load(root)
+    again = stateful(ds, workers, snapshot_every_n_steps=every)
+    again.load_state_dict(state)
+    assert keys(again) == whole[taken:]
+    assert keys(again) == whole  # without set_epoch: the epoch again
+    ds.set_epoch(1)
+    assert keys(again) == keys(epoch_of(root, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_dataloader_resumes_a_later_epoch_of_a_loop_over_epochs(root: Path, workers: int) -> None:
+    expected = [keys(epoch_of(root, epoch)) for epoch in range(4)]
+
+    def train(epochs: range, state: Any, stop: int | None = None) -> tuple[list[Any], Any]:
+        ds = load(root)
+        batches = stateful(ds, workers)
+        if state is not None:
+            batches.load_state_dict(state)
+        seen = []
+        for epoch in epochs:
+            ds.set_epoch(epoch)
+            for batch in batches:
+                seen.append(tuple(batch["keys"]))
+                if len(seen) == stop:
+                    return seen, through_a_checkpoint(batches.state_dict())
+        return seen, None
+
+    first, state = train(range(4), None, 2 * STEPS + 4)
+    rest, _ = train(range(2, 4), state)
+    assert first + rest == list(chain.from_iterable(expected))
+
+
+def test_a_stateful_dataloader_with_persistent_workers_resumes_every_epoch(root: Path) -> None:
+    """The state of a later epoch, before each worker has given a batch of it, is of that epoch."""
+    ds = load(root)
+    batches = stateful(ds, 3, persistent_workers=True)
+    list(batches)
+    ds.set_epoch(1)
+    stopped = iter(batches)
+    for taken in range(3):
+        state = through_a_checkpoint(batches.state_dict())
+        again = stateful(other := load(root), 3)
+        again.load_state_dict(state)
+        other.set_epoch(1)
+        assert keys(again) == keys(epoch_of(root, 1))[taken:]
+        next(stopped)
+    del stopped, batches, again
+
+
+def test_a_stateful_dataloader_over_a_resumed_data_set_counts_from_there(root: Path) -> None:
+    whole = epoch_of(root, 0)
+    ds = load(root)
+    ds.load_state_dict(whole[3].state)
+    batches = stateful(ds, 2)
+    stopped = iter(batches)
+    assert keys(islice(stopped, 3)) == keys(whole)[4:7]
+    state = through_a_checkpoint(batches.state_dict())
+    del stopped, batches
+    again = stateful(load(root), 2)
+    again.load_state_dict(state)
+    assert keys(again) == keys(whole)[7:]
+    assert keys(again) == keys(whole)
+
+
+def test_a_workers_state_needs_its_number_of_workers(root: Path) -> None:
+    batches = stateful(load(root), 2)
+    stopped = iter(batches)
+    next(stopped)
+    workers = batches.state_dict()["_snapshot"]["_worker_snapshots"]
+    state = workers["worker_0"]["dataset_state"]
+    del stopped, batches
+    ds = load(root)
+    ds.load_state_dict(state)
+    with pytest.raises(hs.ResumeError, match="taken in worker 0 of 2, this is no worker: keep num_workers"):
+        next(iter(ds))
+
+
+def test_workers_do_not_change_the_data_set_of_the_parent(root: Path) -> None:
+    ds = load(root)
+    list(loader(ds, 2))
+    assert keys(ds) == keys(epoch_of(root, 0))
+    assert torch.utils.data.get_worker_info() is None
+    assert os.getpid() == multiprocessing.current_process().pid

@@ -1,0 +1,214 @@
+"""The draft vocabulary: what is counted, which tokens are taken, and that a map that exists is kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import tensors, write_root
+
+from hsstream.cli import main
+from hsstream.errors import SampleError
+from hsstream.fetch import DirectBytes
+from hsstream.sample import ModelInfo
+from hsstream.vocab import VocabMap, build_map, count_tokens, find_map, save_map
+
+V = 1000
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_root(tmp_path / "root", (5, 40, 300))
+
+
+def expected_counts(lengths: tuple[int, ...]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for number, tokens in enumerate(lengths):
+        made = tensors(tokens, seed=number)
+        counts.update(made["input_ids"][made["loss_mask"]].tolist())
+    return counts
+
+
+def test_supervised_tokens_are_counted(root: Path) -> None:
+    counts = count_tokens(root)
+    assert counts.shape == (V,)
+    expected = expected_counts((5, 40, 300))
+    assert {token: int(n) for token, n in enumerate(counts) if n} == expected
+
+
+def test_no_state_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    member = DirectBytes.member
+    monkeypatch.setattr(
+        DirectBytes, "member", lambda self, column: asked.append(column) or member(self, column)
+    )
+    count_tokens(root)
+    assert set(asked) == {0, 1, 2}  # header, ids, mask; states are columns 3 and on
+
+
+def test_without_a_mask_every_token_counts(tmp_path: Path) -> None:
+    made = {"a": {"input_ids": torch.tensor([3, 3, 7])}}
+    counts = count_tokens(write_root(tmp_path, made=made))
+    assert (counts[3], counts[7], counts.sum()) == (2, 1, 3)
+
+
+def test_the_most_frequent_are_taken_and_the_missing_filled_from_zero() -> None:
+    counts = np.zeros(20, np.int64)
+    counts[[4, 9, 15, 16]] = 5, 1, 9, 2
+    assert build_map(counts, 3).target_ids.tolist() == [4, 15, 16]
+    assert build_map(counts, 6).target_ids.tolist() == [0, 1, 4, 9, 15, 16]
+    found = build_map(counts, 3)
+    assert found.d2t.tolist() == [4, 14, 14]
+    assert found.d2t.dtype is torch.int64
+    assert found.t2d.nonzero().flatten().tolist() == [4, 15, 16]
+    assert (found.t2d.dtype, found.t2d.shape) == (torch.bool, (20,))
+    assert found.covered(counts) == 16 / 17
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.data())
+def test_the_map_is_that_of_a_counter(values: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, len(values)))
+    by_rule = sorted(sorted(range(len(values)), key=lambda token: (-values[token], token))[:size])
+    found = build_map(np.array(values), size)
+    assert found.target_ids.tolist() == by_rule
+    assert found.t2d.nonzero().flatten().tolist() == by_rule
+
+
+@pytest.mark.parametrize("size", [0, 21])
+def test_sizes_outside_the_vocabulary_are_refused(size: int) -> None:
+    with pytest.raises(SampleError, match="1 to 20 tokens"):
+        build_map(np.ones(20, np.int64), size)
+
+
+def test_ids_outside_the_vocabulary_are_refused(root: Path) -> None:
+    with pytest.raises(SampleError, match="the vocabulary has 50 tokens"):
+        count_tokens(root, vocab_size=50)
+
+
+def test_an_unknown_vocabulary_is_refused(tmp_path: Path) -> None:
+    root = write_root(tmp_path, model=ModelInfo(hidden_size=16))
+    with pytest.raises(SampleError, match="--vocab-size"):
+        count_tokens(root)
+    assert count_tokens(root, vocab_size=V).sum() > 0
+
+
+def test_a_root_without_ids_is_refused(tmp_path: Path) -> None:
+    root = write_root(tmp_path, made={"a": {"last_hidden_state": torch.ones(3, 16)}})
+    with pytest.raises(SampleError, match="no input_ids"):
+        count_tokens(root)
+
+
+def some_map() -> VocabMap:
+    return VocabMap.of_ids(torch.tensor([2, 3, 11]), 20)
+
+
+@pytest.mark.parametrize("name", ["vocab_mapping.pt", "other.pt", "folder"])
+def test_a_map_is_written_once_and_never_replaced(tmp_path: Path, name: str) -> None:
+    written = save_map(some_map(), tmp_path / name)
+    assert written
+    found = find_map(tmp_path / name, 20)
+    assert found is not None
+    assert found.same(some_map())
+    assert save_map(some_map(), tmp_path / name) == []
+    before = {file: file.read_bytes() for file in written}
+    with pytest.raises(SampleError, match="not replaced"):
+        save_map(VocabMap.of_ids(torch.tensor([1, 3, 11]), 20), tmp_path / name)
+    assert before == {file: file.read_bytes() for file in written}
+
+
+def test_files_have_the_trainers_form(tmp_path: Path) -> None:
+    save_map(some_map(), tmp_path / "map.pt")
+    content = torch.load(tmp_path / "map.pt", weights_only=True)
+    assert content["d2t"].tolist() == [2, 2, 9]
+    assert content["t2d"].dtype is torch.bool
+    save_map(some_map(), tmp_path / "npy")
+    d2t, t2d = np.load(tmp_path / "npy" / "d2t.npy"), np.load(tmp_path / "npy" / "t2d.npy")
+    assert (d2t.dtype, d2t.tolist()) == (np.int64, [2, 2, 9])
+    assert (t2d.dtype, t2d.sum()) == (np.bool_, 3)
+
+
+def as_safetensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors")
+
+
+def as_bin(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("save", [as_safetensors, as_bin])
+@pytest.mark.parametrize("name", ["d2t", "eagle_module.d2t"])
+def test_a_checkpoints_map_is_found(tmp_path: Path, save: Any, name: str) -> None:
+    save(tmp_path, {name: some_map().d2t.to(torch.int32), "fc.weight": torch.ones(2, 2)})
+    found = find_map(tmp_path, 20)
+    assert found is not None
+    assert found.same(some_map())
+
+
+def test_a_checkpoint_without_a_map_has_none(tmp_path: Path) -> None:
+    as_safetensors(tmp_path, {"fc.weight": torch.ones(2, 2)})
+    assert find_map(tmp_path, 20) is None
+    with pytest.raises(SampleError, match="no checkpoint there"):
+        find_map(tmp_path / "nowhere", 20)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "message"),
+    [
+        (torch.tensor([0.5]), "expected integers"),
+        (torch.tensor([3, 0]), "ascending"),
+        (torch.tensor([0, 30]), "outside 20"),
+        (torch.tensor([[0]]), "expected integers"),
+    ],
+)
+def test_broken_maps_are_refused(tmp_path: Path, d2t: torch.Tensor, message: str) -> None:
+    as_bin(tmp_path, {"d2t": d2t})
+    with pytest.raises(SampleError, match=message):
+        find_map(tmp_path, 20)
+
+
+@pytest.mark.parametrize("name", ["vocab_mapping.pt", "model.safetensors", "d2t.npy"])
+def test_broken_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"nothing of the kind")
+    with pytest.raises(SampleError, match=name):
+        find_map(tmp_path, 20)
+
+
+def test_the_command_writes_and_reports(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "map.pt"
+    assert main(["vocab", str(root), "--size", "50", "--out", str(out), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["draft_vocab_size"], facts["vocab_size"]) == (50, V)
+    assert facts["written"] == [str(out)]
+    found = find_map(out, V)
+    assert found is not None
+    assert found.same(build_map(count_tokens(root), 50))
+    assert main(["vocab", str(root), "--size", "50", "--out", str(out)]) == 0
+    assert "holds this map already" in capsys.readouterr().out
+    assert main(["vocab", str(root), "--size", "60", "--out", str(out)]) == 2
+    assert "not replaced" in capsys.readouterr().err
+
+
+def test_the_command_keeps_a_checkpoints_map(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, out = tmp_path / "draft", tmp_path / "copy.pt"
+    checkpoint.mkdir()
+    theirs = VocabMap.of_ids(torch.tensor([1, 7, 999]), V)
+    as_safetensors(checkpoint, {"d2t": theirs.d2t})
+    words = ["vocab", str(root), "--checkpoint", str(checkpoint), "--out", str(out)]
+    assert main(words) == 0
+    assert str(checkpoint) in capsys.readouterr().out
+    found = find_map(out, V)
+    assert found is not None
+    assert found.same(theirs)
