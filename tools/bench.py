@@ -12,9 +12,12 @@ loaders come with the extra `bench`; those that are missing are left out and nam
 
 from __future__ import annotations
 
+import os
 import sys
 
 from benchmark.command import main
 
 if __name__ == "__main__":
+    # MosaicML Streaming leaves shared memory to Python's tracker, which says so at the end.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     sys.exit(main(description=__doc__))

@@ -24,7 +24,20 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from hsstream.cli import audit, cat, estimate, export, index, info, pack, recode, simulate, train, verify, vocab
+from hsstream.cli import (
+    audit,
+    cat,
+    estimate,
+    export,
+    index,
+    info,
+    pack,
+    recode,
+    simulate,
+    train,
+    verify,
+    vocab,
+)
 from hsstream.cli.arguments import Parser
 from hsstream.errors import FormatError, HsStreamError, NonFiniteError, SchemaMismatchError, SourceError
 from hsstream.version import __version__

@@ -32,6 +32,7 @@ LAYERS = (
     {"dataset", "export", "packing", "recode"},
     {"vocab"},
     {"trainers"},
+    {"audit"},
     {"cli"},
 )
 
