@@ -89,12 +89,16 @@ def in_steps(ranks: list[dict[str, Any]]) -> list[Any]:
     return [batch for step in zip(*(rank["batches"] for rank in ranks), strict=True) for batch in step]
 
 
-def stop_and_resume(run: Run, root: Path, before: Setting, after: Setting, rng: random.Random) -> None:
+def stopped(run: Run, root: Path, before: Setting, rng: random.Random) -> list[Any]:
+    """The batches of a run that ended after a random step."""
+    most = -(-len(plan_of(root)) // before[0])
+    return in_steps(run([root] * before[0], before, stop=rng.randrange(1, most)))
+
+
+def check_resumed(run: Run, root: Path, first: list[Any], before: Setting, after: Setting) -> None:
     """The union of both runs is the plan, whichever rank's state was kept."""
     plan = plan_of(root)
-    most = -(-len(plan) // before[0])
-    first = in_steps(run([root] * before[0], before, stop=rng.randrange(1, most)))
-    state = first[-rng.randint(1, before[0])][2]
+    state = first[-random.Random(f"{before}{after}").randint(1, before[0])][2]
     assert state["consumed"] == len(first)
     assert len(json.dumps(state)) < 300
     rest = in_steps(run([root] * after[0], after, state=state))
@@ -107,16 +111,17 @@ def stop_and_resume(run: Run, root: Path, before: Setting, after: Setting, rng: 
 def test_a_run_resumed_with_other_ranks_and_workers_delivers_the_plan(
     run: Run, root: Path, before: Setting, after: Setting
 ) -> None:
-    stop_and_resume(run, root, before, after, random.Random(f"{before}{after}"))
+    first = stopped(run, root, before, random.Random(f"{before}{after}"))
+    check_resumed(run, root, first, before, after)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", EVERY)
 def test_any_run_resumed_with_any_other_delivers_the_plan(run: Run, root: Path, before: Setting) -> None:
-    rng = random.Random(str(before))
+    first = stopped(run, root, before, random.Random(str(before)))
     for after in EVERY:
         if after[0] != before[0]:
-            stop_and_resume(run, root, before, after, rng)
+            check_resumed(run, root, first, before, after)
 
 
 @pytest.mark.parametrize("tail", ["drop", "repeat", "mask"])
