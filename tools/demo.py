@@ -21,6 +21,7 @@ from typing import Any
 import demo_text
 import draft_head
 import extract
+import range_server
 import smollm2
 import torch
 
@@ -89,8 +90,10 @@ def run(size: Size) -> int:
     describe(root)
     step(4, "stream", "the data set back as padded bf16 batches")
     stream(str(root), "local disk", size)
-    step(5, "train", "an EAGLE-3-style draft head, two unrolled steps")
-    train(model, str(root), size)
+    with range_server.serving(root) as url:
+        stream(url, url, size)
+        step(5, "train", f"an EAGLE-3-style draft head, two unrolled steps, from {url}")
+        train(model, url, size)
     look = f"{shown(Path(sys.executable).with_name('hsstream'))} info {shown(root)}"
     print(f"\ndone in {time.monotonic() - started:.0f} s; look at the data set: {look}")
     return 0
@@ -179,6 +182,7 @@ def stream(root: str, label: str, size: Size) -> None:
     seconds = time.monotonic() - started
     rate, speed = tokens / seconds, nbytes / seconds / 1e9
     say(f"{label}: {len(batches)} batches in {seconds:.2f} s, {rate:,.0f} tokens/s, {speed:.1f} GB/s of bf16")
+    say(f"  {batches.stats().verdict}")
 
 
 # -- 5 train -------------------------------------------------------------------------------------------
