@@ -63,7 +63,7 @@ def test_a_limited_link_is_used_to_95_percent(
 ) -> None:
     """By the books of its token bucket: what could have passed from the first byte to the last, and did.
 
-    The rate is low, so that a busy machine keeps up; tools/link.py measures 100 MB/s.
+    The rate is low, so that a busy machine keeps up; tools/bench.py remote measures 100 MB/s.
     """
     proxy = proxied(url, rate=20e6, burst=1e6)
     ds = load(proxy.url, order=hs.Order(shuffle=shuffle), prefetch_bytes=prefetch_bytes)
