@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from hsstream.encoding import PlainRecord, Record, seal
 from hsstream.errors import HsStreamError, StorageError, StorageFullError, located
-from hsstream.record import PlainRecord, Record, seal
 from hsstream.schema import DatasetInfo
 from hsstream.shard import ShardBuilder, ShardIndex
 from hsstream.storage import PendingFile, Store

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from hsstream.decoding import read_tensor
+from hsstream.encoding import Record, encode, seal
 from hsstream.errors import SampleError
 from hsstream.presets import PRESETS
-from hsstream.record import Record, encode, read_tensor, seal
 from hsstream.sample import HIDDEN_STATES, Sample
 from hsstream.schema import schema_of
 from hsstream.table import TAR_BLOCK

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hsstream.decoding import Payload, check_member_size, deliver, read_tensor
 from hsstream.errors import located
 from hsstream.header import Header, TensorHeader
 from hsstream.index import DatasetIndex, check_sample
 from hsstream.manifest import open_dataset
-from hsstream.record import Payload, check_member_size, deliver, read_tensor
 from hsstream.sample import Sample
 from hsstream.storage import open_store
 

@@ -20,13 +20,14 @@ import torch
 
 from hsstream.catalog import Catalog, Source, open_catalog
 from hsstream.codecs import parse_codec
+from hsstream.decoding import Payload, check_member_size, plain_from_stored, read_tensor
+from hsstream.encoding import PlainTensor
 from hsstream.errors import SampleError, SchemaMismatchError, located
 from hsstream.header import Header, TensorHeader
 from hsstream.index import check_sample
 from hsstream.ordered import ordered
 from hsstream.plan.rng import Stream
 from hsstream.presets import codec_for
-from hsstream.record import Payload, PlainTensor, check_member_size, plain_from_stored, read_tensor
 from hsstream.sample import ModelInfo
 from hsstream.schema import TensorSpec
 from hsstream.selection import Select, select_samples

@@ -17,9 +17,9 @@ from typing import IO
 import numpy as np
 
 from hsstream.blocks import Buffer, digest
+from hsstream.encoding import Record
 from hsstream.errors import CorruptDataError, FormatError, TruncatedShardError
 from hsstream.header import FORMAT_VERSION, check_version, pack, unpack
-from hsstream.record import Record
 from hsstream.sample import KEY_PATTERN
 from hsstream.schema import DatasetInfo
 from hsstream.table import TAR_BLOCK, SampleFacts, SampleTable, TableBuilder

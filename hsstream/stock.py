@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hsstream.decoding import sample_from_members
 from hsstream.errors import FormatError, located
-from hsstream.record import sample_from_members
 from hsstream.sample import Sample
 
 

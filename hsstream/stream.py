@@ -31,11 +31,11 @@ from itertools import count
 from typing import Any
 
 from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
+from hsstream.decoding import check_member_size, read_rows
 from hsstream.errors import FormatError, located
 from hsstream.fetch import Fetcher, Request, SampleBytes
 from hsstream.header import Header
 from hsstream.index import check_sample
-from hsstream.record import check_member_size, read_rows
 from hsstream.schema import DatasetInfo
 from hsstream.stats import Clock
 

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsstream.appender import Appender, Sealed, ShardLimits
+from hsstream.encoding import PlainRecord, PlainTensor, encode, seal
 from hsstream.errors import HsStreamError, NonFiniteError, SampleError, StorageFullError, located
 from hsstream.header import pack, unpack
 from hsstream.index import combine
 from hsstream.manifest import commit_all, read_shard_indexes
-from hsstream.record import PlainRecord, PlainTensor, encode, seal
 from hsstream.runs import reachable_runs
 from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of

@@ -18,10 +18,10 @@ import torch
 from hsstream.catalog import Source
 from hsstream.cli.arguments import Commands, new_command, open_root
 from hsstream.cli.output import count, echo, echo_json, fact, percent, size, table
+from hsstream.decoding import Payload, check_member_size, deliver, read_tensor
 from hsstream.errors import HsStreamError, located
 from hsstream.header import Header, TensorHeader
 from hsstream.index import check_sample
-from hsstream.record import Payload, check_member_size, deliver, read_tensor
 from hsstream.sample import DTYPE_NAMES
 
 #: Ids shown without --tokens.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from hsstream.decoding import Payload
 from hsstream.fetch.request import Request
-from hsstream.record import Payload
 from hsstream.stats import Clock
 
 #: A whole sample is one read when at least this part of its span is wanted, tar headers (TAR_BYTES for each

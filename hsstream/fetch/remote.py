@@ -16,13 +16,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hsstream.decoding import Payload
 from hsstream.errors import FormatError, HsStreamError, StorageError
 from hsstream.fetch.direct import DirectBytes, SampleBytes
 from hsstream.fetch.queue import QueuedRead, ReadQueue
 from hsstream.fetch.ranges import CHUNK_BYTES, group_reads, united
 from hsstream.fetch.request import Request
 from hsstream.header import Header
-from hsstream.record import Payload
 from hsstream.stats import Clock
 from hsstream.storage import Store
 

@@ -14,11 +14,11 @@ import torch
 
 from hsstream.codecs import parse_codec
 from hsstream.codecs.fp8 import Fp8
+from hsstream.encoding import PlainTensor, plain_from_codes
 from hsstream.errors import HsStreamError, SampleError, SourceError
 from hsstream.norm import FinalNorm
 from hsstream.packing.job import Job
 from hsstream.presets import codec_for
-from hsstream.record import PlainTensor, plain_from_codes
 from hsstream.sample import ModelInfo
 from hsstream.schema import TensorSpec
 from hsstream.sources.base import Item, Loaded, Source, SourceFile

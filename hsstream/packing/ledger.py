@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hsstream.encoding import seal
 from hsstream.errors import CorruptDataError, StorageError
 from hsstream.packing.feed import Mark, mark_of
-from hsstream.record import seal
 from hsstream.sources.base import SourceFile
 from hsstream.storage import Store
 from hsstream.verify import verify

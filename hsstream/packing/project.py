@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from hsstream.encoding import encode, seal
 from hsstream.errors import HsStreamError, SampleError
 from hsstream.packing.convert import Converter
 from hsstream.packing.job import Job
-from hsstream.record import encode, seal
 from hsstream.sample import DTYPE_NAMES, HIDDEN_STATES, prepare_sample
 from hsstream.schema import schema_of
 from hsstream.sources.base import Item, SourceFile

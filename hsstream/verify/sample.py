@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from hsstream.blocks import digest
+from hsstream.decoding import Payload, deliver, read_rows, read_tensor
+from hsstream.encoding import is_finite
 from hsstream.errors import CorruptDataError, FormatError, SchemaMismatchError
 from hsstream.header import MAX_HEADER_BYTES, Header, TensorHeader
 from hsstream.index import check_sample as check_against_index
-from hsstream.record import Payload, deliver, is_finite, read_rows, read_tensor
 from hsstream.runs import reachable_runs
 from hsstream.sample import Sample
 from hsstream.schema import DatasetInfo, Schema

@@ -19,7 +19,7 @@ from servers import PASSWORD, USER, Ceph, Nginx
 from torch.utils.data import DataLoader
 
 import hsstream as hs
-from hsstream import record as record_module
+from hsstream import encoding
 from hsstream.header import Header
 from hsstream.storage import open_store
 
@@ -189,7 +189,7 @@ def blocks_of(header: Header, start: int, stop: int) -> int:
 @pytest.fixture
 def counted(nginx: Nginx, proxied: Callable[..., Proxy], monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Samples of half a megabyte in blocks of 16 kB; cut into tensors and tokens they are still large."""
-    monkeypatch.setattr(record_module, "BLOCK_CODE_BYTES", 16 << 10)
+    monkeypatch.setattr(encoding, "BLOCK_CODE_BYTES", 16 << 10)
     path, url = nginx.directory()
     write_exact(path, BIG, shape={"layers": 2, "hidden": 256}, shard_samples=4)
     return Counted(path, proxied(url))

@@ -114,7 +114,7 @@ PASSING: dict[str, Plan] = {
     "a short body under the right header": every(6, Fault(send=300, end="close")),
     "bursts of 503": bursts(3, 30, faults.BUSY),
     "bursts of 429": bursts(3, 30, faults.LIMITED),
-    "stalls": every(40, Fault(send=100, end="stall")),
+    "stalls": every(80, Fault(send=100, end="stall")),
     "bytes changed on the way": every(30, Fault(flip=300)),
     "several": several,
 }
@@ -134,7 +134,7 @@ def test_an_epoch_under_passing_faults_is_right(
 
     ds, proxy = open_by_proxy(kind, noted)
     assert [prints(batch) for batch in ds] == expected
-    assert len(struck) >= 8
+    assert len(struck) >= 4
     assert len(proxy.requests) >= 200
 
 
@@ -237,11 +237,17 @@ LASTING: dict[str, tuple[Fault, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize(("fault", "error", "text"), LASTING.values(), ids=LASTING.keys())
+#: Of the others, S3 and HTTP share the code from the connection to the error.
+ON_S3 = ("reset", "503", "changed bytes", "another file", "gone", "forbidden", "expired")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("http", name) for name in LASTING] + [("s3", name) for name in ON_S3]
+)
 def test_a_lasting_fault_is_a_typed_error_after_right_batches(
-    open_by_proxy: Open, expected: list[Any], kind: str, fault: Fault, error: type[Exception], text: str
+    open_by_proxy: Open, expected: list[Any], kind: str, name: str
 ) -> None:
+    fault, error, text = LASTING[name]
     ds, _ = open_by_proxy(kind, from_the_hundredth(fault), BRIEF)
     found: list[Any] = []
     with pytest.raises(error, match=text) as caught:

@@ -74,7 +74,7 @@ def test_a_limited_link_is_used_to_95_percent(
 
 
 def test_a_slow_link_is_named(url: str, proxied: Proxied) -> None:
-    proxy = proxied(url, rate=6e6)
+    proxy = proxied(url, rate=12e6)
     ds = load(proxy.url)
     taken = list(islice(ds, 10))
     assert len(taken) == 10

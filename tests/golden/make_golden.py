@@ -31,7 +31,7 @@ from reference import read_shard  # noqa: E402
 from samples import bits, states, tensors  # noqa: E402
 
 import hsstream as hs  # noqa: E402
-from hsstream import record as record_room  # noqa: E402
+from hsstream import encoding  # noqa: E402
 from hsstream.manifest import commit_all  # noqa: E402
 from hsstream.runs import reachable_runs  # noqa: E402
 from hsstream.sample import DTYPES  # noqa: E402
@@ -128,8 +128,8 @@ def combinations() -> list[tuple[str, str, str]]:
 def write(
     root: Path, made: Made, meta: dict[str, Any] | None = None, block: int | None = None, **options: Any
 ) -> None:
-    size = block or record_room.BLOCK_CODE_BYTES
-    with mock.patch.object(record_room, "BLOCK_CODE_BYTES", size), hs.ShardWriter(root, **options) as writer:
+    size = block or encoding.BLOCK_CODE_BYTES
+    with mock.patch.object(encoding, "BLOCK_CODE_BYTES", size), hs.ShardWriter(root, **options) as writer:
         for number, (key, sample) in enumerate(made.items()):
             writer.write(key, sample, meta={"number": number} if meta is None else meta)
 

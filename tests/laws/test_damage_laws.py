@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from readers import READERS, bounded_memory, read
 from samples import states, tensors, write_root
 
-from hsstream import record as record_room
+from hsstream import encoding
 from hsstream.header import Header
 
 FIXTURES = HealthCheck.function_scoped_fixture
@@ -85,7 +85,7 @@ def good(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         note = torch.arange(tokens).double()
         made[f"s{number}"] = tensors(tokens, seed=number) | {"note": note, "more": more, "packed": more}
     root = tmp_path_factory.mktemp("good")
-    with mock.patch.object(record_room, "BLOCK_CODE_BYTES", 64):
+    with mock.patch.object(encoding, "BLOCK_CODE_BYTES", 64):
         codec = {"aux_hidden_states": "planes", "more": "bounded:0.05", "packed": "bounded:0.25"}
         compression = {"note": "zstd", "input_ids": "none"}
         write_root(root, made=made, codec=codec, compression=compression, last_rows=request.param)
@@ -307,7 +307,7 @@ def test_many_row_runs_in_many_blocks_do_not_hang(tmp_path: Path) -> None:
     mask = np.zeros(90_000, np.uint8)
     mask[1::6] = 1
     made = {"s0": {"loss_mask": mask, "last_hidden_state": np.ones((len(mask), 1), np.float16)}}
-    with mock.patch.object(record_room, "BLOCK_CODE_BYTES", 2):
+    with mock.patch.object(encoding, "BLOCK_CODE_BYTES", 2):
         write_root(tmp_path, made=made, codec="raw", last_rows="supervised", ttt_length=1, compression="none")
     header = Header.parse(Shard(tmp_path / SHARD).members["s0.msgpack"]).tensors["last_hidden_state"]
     assert header.row_runs is not None

@@ -15,10 +15,11 @@ from reference import read_shard
 from samples import bits, content, write_root
 
 import hsstream as hs
-from hsstream import record as record_room
+from hsstream import encoding
 from hsstream.codecs import Codec
+from hsstream.decoding import read_tensor, sample_from_members
+from hsstream.encoding import Record, encode, seal
 from hsstream.header import Header, TensorHeader
-from hsstream.record import Record, encode, read_tensor, sample_from_members, seal
 from hsstream.runs import reachable_runs
 from hsstream.sample import DTYPES, Sample, prepare_sample
 from hsstream.schema import Schema, schema_of
@@ -102,7 +103,7 @@ metadata: st.SearchStrategy[Any] = st.dictionaries(
 
 
 def stored(sample: Sample, schema: Schema, block: int, runs: dict[str, Any] | None = None) -> Record:
-    with mock.patch.object(record_room, "BLOCK_CODE_BYTES", block):
+    with mock.patch.object(encoding, "BLOCK_CODE_BYTES", block):
         return seal(encode(sample, schema, runs))
 
 

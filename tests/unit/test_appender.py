@@ -16,10 +16,10 @@ from samples import Tensors, exact, same
 
 from hsstream import appender as appender_module
 from hsstream.appender import Appender, ShardLimits
+from hsstream.encoding import PlainRecord, encode
 from hsstream.errors import SampleError, StorageError, StorageFullError
 from hsstream.manifest import read_shard_index
 from hsstream.reader import ShardReader
-from hsstream.record import PlainRecord, encode
 from hsstream.sample import prepare_sample
 from hsstream.schema import DatasetInfo, schema_of
 from hsstream.storage.base import PendingFile

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 import hsstream as hs
 from hsstream import dataset as dataset_module
+from hsstream import encoding
 from hsstream import memory as memory_module
-from hsstream import record as record_module
 from hsstream.plan import plan_epoch
 from hsstream.storage.local import LocalStore
 
@@ -702,7 +702,7 @@ def test_parts_concatenate_to_the_whole_batch(
 def test_a_part_reads_its_blocks_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any] | None
 ) -> None:
-    monkeypatch.setattr(record_module, "BLOCK_CODE_BYTES", 4_096)
+    monkeypatch.setattr(encoding, "BLOCK_CODE_BYTES", 4_096)
     write_exact(tmp_path, [4_000, 3_900], shape={"hidden": 64})
     monkeypatch.setattr("hsstream.storage.opening.LocalStore", Counting)
     batching = hs.Batching(batch_size=2, pad_to=4_096)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from samples import write_exact
 
-from hsstream import record as record_module
+from hsstream import encoding
 from hsstream.batch import Column, choose_columns
 from hsstream.catalog import Catalog, Source
 from hsstream.errors import StorageError
@@ -170,7 +170,7 @@ def test_layers_that_are_not_wanted_are_not_read(tmp_path: Path) -> None:
 def test_token_ranges_read_their_headers_and_blocks_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_module, "BLOCK_CODE_BYTES", 8_192)
+    monkeypatch.setattr(encoding, "BLOCK_CODE_BYTES", 8_192)
     write_exact(tmp_path, [4_000], shape={"hidden": 64})
     catalog = far_catalog(tmp_path)
     store: Any = catalog.first.store
@@ -194,7 +194,7 @@ def test_overlapping_parts_of_one_sample_are_all_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With weights a sample may come twice, cut differently: its parts nest and overlap."""
-    monkeypatch.setattr(record_module, "BLOCK_CODE_BYTES", 1_024)
+    monkeypatch.setattr(encoding, "BLOCK_CODE_BYTES", 1_024)
     monkeypatch.setattr(remote_module, "CHUNK_BYTES", 3_000)
     write_exact(tmp_path, [900, 300], shape={"hidden": 64})
     catalog = far_catalog(tmp_path)

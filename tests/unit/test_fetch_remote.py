@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from samples import holds, write_exact
 
 import hsstream as hs
-from hsstream import record as record_module
+from hsstream import encoding
 from hsstream import stream as stream_module
 from hsstream.batch import Column, choose_columns
 from hsstream.catalog import Catalog, Source
@@ -159,6 +159,28 @@ def test_reads_that_nobody_wants_any_more_are_not_begun() -> None:
     assert queue.waiting == 10
     assert queue.take() is reads[1]
     assert queue.take() is None
+
+
+def test_nothing_behind_a_group_begins_before_its_headers_are_here() -> None:
+    """It would take the room that the group needs, and hold it until the group is done."""
+    queue, store = ReadQueue(100), open_store("/")
+    before, waiting, behind = (queue.open_group(1, 60) for _ in range(3))
+    early, late = (queue.read(first, store, "a", 0, 60, {first}) for first in (before, behind))
+    queue.add_group(before, [early])
+    queue.add_group(behind, [late])
+    header = queue.add_header(queue.read(waiting, store, "a", 0, 5, {waiting}))
+    header.then = lambda data: None
+    assert queue.take() is header  # first of all
+    assert queue.take() is early
+    queue.release(before, [early])
+    assert queue.take() is None
+    body = queue.read(waiting, store, "a", 5, 55, {waiting})
+    queue.add_group(waiting, [body])
+    assert queue.take() is body
+    assert queue.take() is None  # no room
+    assert (queue.held, queue.waiting) == (55, 60)
+    queue.release(waiting, [header, body])
+    assert queue.take() is late
 
 
 # --- threads
@@ -412,7 +434,7 @@ def test_changed_bytes_are_read_again(
 def test_changed_headers_of_token_ranges_are_read_again(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_module, "BLOCK_CODE_BYTES", 256)
+    monkeypatch.setattr(encoding, "BLOCK_CODE_BYTES", 256)
     options: dict[str, Any] = {"batching": hs.Batching(batch_size=1, pad_to=4), **CUT}
     batching = options.pop("batching")
     expected = [dict(batch) for batch in hs.HiddenStateDataset(setting.root, batching, **options)]

@@ -11,7 +11,8 @@ import pytest
 from forge import envelope, pack
 from samples import make_sample
 
-from hsstream import record as record_room
+from hsstream import encoding
+from hsstream.encoding import Record, encode, seal
 from hsstream.errors import CorruptDataError, FormatError, SampleError, UnsupportedVersionError
 from hsstream.header import (
     MAX_HEADER_BYTES,
@@ -23,7 +24,6 @@ from hsstream.header import (
     unpack,
     unpack_hashed,
 )
-from hsstream.record import Record, encode, seal
 from hsstream.runs import reachable_runs
 from hsstream.schema import schema_of
 
@@ -35,7 +35,7 @@ def sealed(tokens: int = 10, runs: bool = False) -> Record:
     """A record with blocks of four rows or so."""
     sample = make_sample(tokens)
     kept = {"last_hidden_state": reachable_runs(sample.tensors["loss_mask"], 1)} if runs else None
-    with mock.patch.object(record_room, "BLOCK_CODE_BYTES", 64):
+    with mock.patch.object(encoding, "BLOCK_CODE_BYTES", 64):
         return seal(encode(sample, schema_of(sample, "fp8", "none"), kept))
 
 

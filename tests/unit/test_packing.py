@@ -24,12 +24,12 @@ from sources import Tensors, draw, padded, sample, samples, save, specforge_reco
 
 import hsstream as hs
 from hsstream.cli import main
+from hsstream.decoding import plain_from_stored
 from hsstream.errors import CorruptDataError, SampleError, SchemaMismatchError, SourceError
 from hsstream.norm import ONE_PLUS, FinalNorm
 from hsstream.packing import Job, Report, ledger, pack, project
 from hsstream.packing.feed import Watch, is_locked, mark_of
 from hsstream.packing.job import Follow
-from hsstream.record import plain_from_stored
 from hsstream.sources.base import Options
 from hsstream.sources.detect import EmptySourceError, open_source
 

@@ -15,8 +15,8 @@ import torch
 from samples import Tensors, exact, exact_set, same, write_exact
 
 import hsstream as hs
+from hsstream import encoding
 from hsstream import reader as reader_module
-from hsstream import record as record_module
 from hsstream.header import Header
 from hsstream.manifest import commit_all
 from hsstream.storage import open_store
@@ -30,7 +30,7 @@ def cut(tensors: Tensors, tokens: slice) -> Tensors:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handful of rows a block, so that small samples have many."""
-    monkeypatch.setattr(record_module, "BLOCK_CODE_BYTES", 160)
+    monkeypatch.setattr(encoding, "BLOCK_CODE_BYTES", 160)
 
 
 class Counting(LocalStore):

@@ -16,10 +16,11 @@ from sources import samples
 
 import hsstream as hs
 from hsstream.cli import main
+from hsstream.decoding import plain_from_stored
+from hsstream.encoding import PlainTensor, encode, plain_from_codes, seal
 from hsstream.errors import CorruptDataError, NonFiniteError, SampleError, SchemaMismatchError
 from hsstream.packing import Job, pack
 from hsstream.recode import Recode, recode
-from hsstream.record import PlainTensor, encode, plain_from_codes, plain_from_stored, seal
 from hsstream.schema import schema_of
 from hsstream.selection import select_samples
 from hsstream.sources.base import Options

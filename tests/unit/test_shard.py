@@ -14,8 +14,8 @@ import pytest
 from forge import Shard, numbers, pack
 from samples import MODEL, make_sample
 
+from hsstream.encoding import encode, seal
 from hsstream.errors import FormatError, TruncatedShardError
-from hsstream.record import encode, seal
 from hsstream.schema import DatasetInfo, schema_of
 from hsstream.shard import INDEX_NAME, ShardBuilder, ShardIndex, read_index, tar_header, walk_members
 from hsstream.table import facts_of

@@ -16,10 +16,10 @@ import pytest
 import torch
 from servers import Nginx
 
+from hsstream.encoding import PlainRecord, encode, seal
 from hsstream.errors import REASONS, StorageError
 from hsstream.index import combine
 from hsstream.manifest import MANIFEST, commit, commit_all, open_dataset, read_shard_index
-from hsstream.record import PlainRecord, encode, seal
 from hsstream.sample import ModelInfo, prepare_sample
 from hsstream.schema import DatasetInfo, Schema, schema_of
 from hsstream.shard import ShardBuilder

@@ -94,7 +94,7 @@ class Case:
 
     def round(self) -> None:
         """Encode, seal and decode every sample once; the first time also judge the error."""
-        from hsstream.record import encode, seal
+        from hsstream.encoding import encode, seal
 
         first = not self.square
         spent = dict.fromkeys(self.seconds, 0.0)
@@ -115,7 +115,7 @@ class Case:
             self.seconds[what].append(seconds)
 
     def _decode(self, record: Any) -> float:
-        from hsstream.record import read_rows
+        from hsstream.decoding import read_rows
 
         members = iter(record.payloads)
         seconds = 0.0

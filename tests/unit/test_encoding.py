@@ -10,19 +10,12 @@ import pytest
 import torch
 from samples import content, make_sample
 
-from hsstream import record as record_room
+from hsstream import encoding
 from hsstream.blocks import digest
+from hsstream.decoding import deliver, read_tensor, sample_from_members
+from hsstream.encoding import Record, encode, rows_per_block, seal
 from hsstream.errors import FormatError, HsStreamError, NonFiniteError, SampleError
 from hsstream.header import Header, TensorHeader
-from hsstream.record import (
-    Record,
-    deliver,
-    encode,
-    read_tensor,
-    rows_per_block,
-    sample_from_members,
-    seal,
-)
 from hsstream.runs import reachable_runs
 from hsstream.sample import Sample, prepare_sample
 from hsstream.schema import Schema, schema_of
@@ -32,7 +25,7 @@ def record_of(
     sample: Sample, block: int = 64, compression: str = "none", **codec: str
 ) -> tuple[Record, Schema]:
     schema = schema_of(sample, codec or "fp8", compression)
-    with mock.patch.object(record_room, "BLOCK_CODE_BYTES", block):
+    with mock.patch.object(encoding, "BLOCK_CODE_BYTES", block):
         return seal(encode(sample, schema)), schema
 
 
@@ -119,7 +112,7 @@ def test_values_that_are_not_finite_are_refused_with_their_place(value: float, d
 def test_what_a_tar_or_header_cannot_hold_is_refused_while_encoding() -> None:
     sample = make_sample(9)
     with (
-        mock.patch.object(record_room, "MAX_MEMBER_BYTES", 100),
+        mock.patch.object(encoding, "MAX_MEMBER_BYTES", 100),
         pytest.raises(SampleError, match="a member takes"),
     ):
         record_of(sample)
