@@ -8,14 +8,14 @@ and `pack`, samples one after another in one row [1, T, ...]. Refused: unknown t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from hsstream.codecs.base import RowWriter, ScaledCodec
+from hsstream.codecs.base import Part, RowWriter, ScaledCodec
 from hsstream.errors import CorruptDataError, SampleError
 from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS
 from hsstream.schema import Schema, TensorSpec
@@ -185,22 +185,71 @@ def pack_places(lengths: Sequence[int]) -> list[Place]:
     return places
 
 
-@dataclass
 class _Slot:
-    """One tensor of the batch being filled; scales only where it stays in codes."""
+    """One tensor [B, T, ...] of the batch being filled; scales [B, T, ...] only where it stays in codes."""
 
-    values: torch.Tensor
-    scales: torch.Tensor | None = None
-    escapes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    def __init__(self, column: Column, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        self.column, self.values, self.scales = column, values, scales
+        self.escapes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # numpy, because torch would start its own threads inside a decode thread, and slices slowly
+        parts = (values,) if scales is None else (values, scales)
+        self._bits = [part.view(INTEGERS[part.itemsize]).numpy() for part in parts]
+        self._writers: dict[int, tuple[TensorSpec, RowWriter]] = {}
+
+    def zero(self, row: int, start: int, stop: int) -> None:
+        """Tokens [start, stop) of a row."""
+        if start < stop:
+            for bits in self._bits:
+                bits[row, start:stop].fill(0)
+
+    def writer(self, spec: TensorSpec) -> RowWriter:
+        """Writes rows of tensors stored as `spec` to the tokens of all rows, [B * T, ...]."""
+        # Nearly always one spec: roots may differ in codecs. The tuple keeps it alive, and so its id.
+        known = self._writers.get(id(spec))
+        if known is None:
+            known = self._writers[id(spec)] = (spec, self._made(spec))
+        return known[1]
+
+    def _made(self, spec: TensorSpec) -> RowWriter:
+        (vectors, width), column = spec.row_shape, self.column
+        shape = (-1, len(column.members) * vectors, width)
+        rows = self.values.view(shape)
+        if self.scales is None:
+            write = spec.codec.value_writer(rows, spec.dtype)
+            return _mask_rows(write) if spec.name == "loss_mask" else write
+        codec, promised = spec.codec, column.spec.codec
+        if not isinstance(codec, ScaledCodec) or codec.name != promised.name:
+            raise SampleError(
+                f"{spec.name} is stored as {promised.name} in one root and {codec.name} in another: "
+                "read them together with dequantize='host'"
+            )
+        scales = self.scales.view(shape[:-1])
+        # The list and not the slot: a cycle would keep the batch's memory until the next collection.
+        return codec.code_writer(rows, scales, spec.dtype, column.dtype, partial(_keep, self.escapes))
+
+    def delivered(self) -> torch.Tensor | Quantized:
+        """What the batch holds."""
+        codec, dtype = self.column.spec.codec, self.column.dtype
+        if self.scales is None or not isinstance(codec, ScaledCodec):
+            return self.values
+        positions, values = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype)
+        if self.escapes:
+            positions = torch.cat([positions for positions, _ in self.escapes])
+            values = torch.cat([values for _, values in self.escapes]).to(dtype)
+        return Quantized(self.values, self.scales, codec, dtype, positions, values)
+
+
+def _keep(escapes: list[tuple[torch.Tensor, torch.Tensor]], *found: torch.Tensor) -> None:
+    positions, values = found
+    escapes.append((positions, values))
 
 
 class BatchBuilder:
-    """Memory of one batch, and the writers that fill it. `writer` may be used from many threads."""
+    """Memory of one batch, and the writers that fill it. All methods may be used from many threads."""
 
     def __init__(
         self, columns: Sequence[Column], shape: tuple[int, int], places: Sequence[Place], memory: Memory
     ) -> None:
-        self._columns = {column.spec.name: column for column in columns}
         self._shape = shape
         self._places = places
         self._slots = {column.spec.name: self._allocate(column, memory) for column in columns}
@@ -209,8 +258,9 @@ class BatchBuilder:
         shape = (*self._shape, *column.trailing)
         try:
             if not column.quantized:
-                return _Slot(memory.empty(shape, column.dtype))
-            return _Slot(memory.empty(shape, torch.uint8), memory.empty(shape[:-1], torch.float32))
+                return _Slot(column, memory.empty(shape, column.dtype))
+            scales = memory.empty(shape[:-1], torch.float32)
+            return _Slot(column, memory.empty(shape, torch.uint8), scales)
         except (RuntimeError, MemoryError, ValueError) as error:
             raise SampleError(f"{column.spec.name} {list(shape)} does not fit in memory: {error}") from error
 
@@ -219,60 +269,27 @@ class BatchBuilder:
         """Bytes of the tensors."""
         return sum(slot.values.nbytes for slot in self._slots.values())
 
-    def writer(self, column: Column, sample: int, member: int) -> RowWriter:
-        """Writes the rows of member `member` (a place in `column.members`) of a sample."""
-        slot, place, spec = self._slots[column.spec.name], self._places[sample], column.spec
-        values = _member_rows(slot.values, column, place, member)
-        shape = (place.tokens, *spec.row_shape)
-        if slot.scales is None:
-            rows = spec.codec.value_writer(values.view(shape), spec.dtype)
-            return _mask_rows(rows) if spec.name == "loss_mask" else rows
-        scales = _member_rows(slot.scales, column, place, member).view(shape[:-1])
-        return self._code_writer(column, slot, values.view(shape), scales)
-
-    def _code_writer(
-        self, column: Column, slot: _Slot, codes: torch.Tensor, scales: torch.Tensor
-    ) -> RowWriter:
-        codec, promised = column.spec.codec, self._columns[column.spec.name].spec.codec
-        if not isinstance(codec, ScaledCodec) or codec.name != promised.name:
-            raise SampleError(
-                f"{column.spec.name} is stored as {promised.name} in one root and {codec.name} in another: "
-                "read them together with dequantize='host'"
-            )
-        offset, strides, (_, vectors, width) = codes.storage_offset(), codes.stride(), codes.shape
-
-        def escape(positions: torch.Tensor, values: torch.Tensor) -> None:
-            # Flat positions in this member's [S, V, H] become flat positions in the whole tensor.
-            row, rest = positions // (vectors * width), positions % (vectors * width)
-            vector, value = rest // width, rest % width
-            flat = offset + row * strides[0] + vector * strides[1] + value * strides[2]
-            slot.escapes.append((torch.as_tensor(flat), values.to(column.dtype)))
-
-        return codec.code_writer(codes, scales, column.spec.dtype, column.dtype, escape)
+    def writer(self, column: Column, spec: TensorSpec, sample: int) -> tuple[RowWriter, int]:
+        """Writes the rows of a sample's tensor, stored as `spec`; and the row of its first token."""
+        place = self._places[sample]
+        return self._slots[column.spec.name].writer(spec), place.row * self._shape[1] + place.start
 
     def clear(self, sample: int, column: Column) -> None:
         """Zero the rows of one tensor of a sample, before the stored ones are written."""
         place = self._places[sample]
-        self._zero(column, place.row, place.start, place.start + place.tokens)
+        self._slots[column.spec.name].zero(place.row, place.start, place.start + place.tokens)
 
     def clear_padding(self, sample: int, columns: Sequence[Column]) -> None:
         """Zero what is behind a sample in its row, up to the next one or the end."""
         place = self._places[sample]
         after = [p.start for p in self._places[sample + 1 : sample + 2] if p.row == place.row]
+        stop = after[0] if after else self._shape[1]
         for column in columns:
-            stop = after[0] if after else self._shape[1]
-            self._zero(column, place.row, place.start + place.tokens, stop)
-
-    def _zero(self, column: Column, row: int, start: int, stop: int) -> None:
-        slot = self._slots[column.spec.name]
-        for tensor in (slot.values, slot.scales):
-            if tensor is not None and start < stop:
-                # numpy: torch would start its own threads inside a decode thread.
-                tensor[row, start:stop].view(INTEGERS[tensor.itemsize]).numpy().fill(0)
+            self._slots[column.spec.name].zero(place.row, place.start + place.tokens, stop)
 
     def finish(self, keys: list[str], meta: list[dict[str, Any]], extra: Sequence[str]) -> Batch:
         """The batch, once every row is written. extra: `position_ids`, `document_ids`."""
-        batch = Batch({name: self._delivered(name) for name in self._columns})
+        batch = Batch({name: slot.delivered() for name, slot in self._slots.items()})
         lengths = torch.tensor([place.tokens for place in self._places], dtype=torch.int64)
         mask = np.zeros(self._shape, np.bool_)
         for place in self._places:
@@ -285,17 +302,6 @@ class BatchBuilder:
         batch.meta = meta
         return batch
 
-    def _delivered(self, name: str) -> Any:
-        slot, column = self._slots[name], self._columns[name]
-        codec = column.spec.codec
-        if slot.scales is None or not isinstance(codec, ScaledCodec):
-            return slot.values
-        positions, values = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=column.dtype)
-        if slot.escapes:
-            positions = torch.cat([positions for positions, _ in slot.escapes])
-            values = torch.cat([values for _, values in slot.escapes])
-        return Quantized(slot.values, slot.scales, codec, column.dtype, positions, values)
-
     def _documents(self) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.zeros(self._shape, dtype=torch.int64)
         documents = torch.full(self._shape, -1, dtype=torch.int64)
@@ -307,18 +313,11 @@ class BatchBuilder:
 
 
 def _mask_rows(write: RowWriter) -> RowWriter:
-    """A writer that refuses what is no mask, as `record.deliver` does."""
+    """A writer that refuses what is no mask, as `decoding.deliver` does."""
 
-    def checked(
-        start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
-    ) -> None:
-        if codes.max(initial=0) > 1:
+    def checked(start: int, parts: Sequence[Part]) -> None:
+        if any(part.codes.max(initial=0) > 1 for part in parts):
             raise CorruptDataError("loss_mask holds values other than 0 and 1", "bad_code")
-        write(start, codes, scales, extras)
+        write(start, parts)
 
     return checked
-
-
-def _member_rows(values: torch.Tensor, column: Column, place: Place, member: int) -> torch.Tensor:
-    rows = values[place.row, place.start : place.start + place.tokens]
-    return rows if column.layers is None else rows[:, member]

@@ -114,7 +114,9 @@ class HiddenStateDataset(IterableDataset[Batch]):
         self._rank, self._world_size = rank, world_size
         self._threads, self._prefetch_bytes = threads, prefetch_bytes
         self._token_shard = _checked_shard(token_shard, batching)
-        self._pin_memory, self._slow_batch_s = pin_memory, slow_batch_s
+        # Kept between epochs: fresh memory costs as much as decoding into it.
+        self._memory: Memory = PinnedMemory() if pin_memory else SlabPool(2 * prefetch_bytes)
+        self._slow_batch_s = slow_batch_s
         self._clock: Clock | None = None
         self._position = Position()
         self.dropped: dict[str, int] = {}
@@ -269,14 +271,13 @@ class HiddenStateDataset(IterableDataset[Batch]):
         # Here, not at the first batch: StatefulDataLoader asks for the state of the beginning.
         reader = _reader()
         epoch, consumed, skip = self._position.begin(reader)
-        memory: Memory = PinnedMemory() if self._pin_memory else SlabPool(2 * self._prefetch_bytes)
         first = (reader.worker or 0) + skip * reader.workers
         jobs = self._jobs(epoch, consumed, range(first, 1 << 62, reader.workers))
         self._clock = Clock()
         batches = stream(
             jobs,
             self._columns,
-            memory,
+            self._memory,
             self._threads,
             self._prefetch_bytes,
             self._clock,

@@ -7,15 +7,14 @@ members of another length than the header says (FormatError).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hsstream.blocks import load_block
-from hsstream.codecs.base import RowWriter
+from hsstream.codecs.base import Part, RowWriter
 from hsstream.encoding import PlainTensor
 from hsstream.errors import CorruptDataError, FormatError, located
 from hsstream.header import Header, TensorHeader
@@ -27,57 +26,53 @@ from hsstream.schema import TensorSpec
 Payload = Callable[[int, int], memoryview]
 
 
-def read_rows(tensor: TensorHeader, member: int, payload: Payload, tokens: range, write: RowWriter) -> None:
-    """Decode tokens [tokens.start, tokens.stop) of one member by `write`, whose row 0 is tokens.start.
+def read_rows(
+    tensor: TensorHeader,
+    members: Sequence[int],
+    payloads: Sequence[Payload],
+    tokens: range,
+    write: RowWriter,
+    to: int = 0,
+) -> None:
+    """Decode tokens [tokens.start, tokens.stop) of some members, together, by `write`; the first to row `to`.
 
     Block by block, so that codes stay in the cache between hash and decode. Rows that were not
     stored are left alone.
     """
+    spec, pairs = tensor.spec, list(zip(members, payloads, strict=True))
     for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
-        first, last = tensor.block_bytes(member, block, block + 1)
-        codes, scales, extras = _load(tensor, member, block, payload(first, last))
-        for start, lo, hi in segments(tensor, block, tokens):
-            _write_rows(tensor.spec, write, (start, lo, hi), codes, scales, extras)
+        parts = [_load(tensor, member, block, payload) for member, payload in pairs]
+        for row, lo, hi in segments(tensor, block, tokens):
+            whole = hi - lo == len(parts[0].codes)
+            write(to + row, parts if whole else [_cut(spec, part, lo, hi) for part in parts])
 
 
-def _write_rows(
-    spec: TensorSpec,
-    write: RowWriter,
-    segment: tuple[int, int, int],
-    codes: NDArray[np.uint8],
-    scales: NDArray[np.float32] | None,
-    extras: memoryview,
-) -> None:
-    """Rows [lo, hi) of one block to output row `start`."""
-    start, lo, hi = segment
-    if hi - lo < len(codes):
-        extras = spec.codec.crop_extras(extras, (lo, hi), spec.row_shape, spec.dtype)
-        codes, scales = codes[lo:hi], None if scales is None else scales[lo:hi]
-    write(start, codes, scales, extras)
+def _cut(spec: TensorSpec, part: Part, lo: int, hi: int) -> Part:
+    """Rows [lo, hi) of a part."""
+    codes, scales, extras = part
+    extras = spec.codec.crop_extras(extras, (lo, hi), spec.row_shape, spec.dtype)
+    return Part(codes[lo:hi], None if scales is None else scales[lo:hi], extras)
 
 
-def _load(
-    tensor: TensorHeader, member: int, block: int, stored: memoryview
-) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None, memoryview]:
-    """One checked block: codes [R, row_bytes], scales [R, V], extras."""
-    first, last = tensor.block_rows(block)
-    rows, (scale_row, code_row) = last - first, tensor.row_bytes
+def _load(tensor: TensorHeader, member: int, block: int, payload: Payload) -> Part:
+    """One checked block."""
+    plain, rows = _plain(tensor, member, block, payload)
+    scale_row, code_row = tensor.spec.row_bytes
     scale_bytes, code_bytes = rows * scale_row, rows * code_row
-    plain = _plain(tensor, member, block, stored)
-    stored_codes = np.frombuffer(plain, np.uint8, code_bytes, scale_bytes).reshape(rows, code_row)
-    codes = tensor.spec.codec.restore(stored_codes)
+    stored = np.frombuffer(plain, np.uint8, code_bytes, scale_bytes).reshape(rows, code_row)
     scales = None
     if scale_row:
-        # A copy: stored blocks start at any byte, and kernels want aligned floats.
-        scales = np.frombuffer(bytes(plain[:scale_bytes]), "<f4").reshape(rows, -1)
-    return codes, scales, plain[scale_bytes + code_bytes :]
+        scales = np.frombuffer(plain, "<f4", scale_bytes // 4).reshape(rows, -1)
+    return Part(tensor.spec.codec.restore(stored), scales, plain[scale_bytes + code_bytes :])
 
 
-def _plain(tensor: TensorHeader, member: int, block: int, stored: memoryview) -> memoryview:
-    """The plain bytes of one block: scales, codes and extras."""
-    first, last = tensor.block_rows(block)
-    size = (last - first) * sum(tensor.row_bytes) + int(tensor.extras[member, block])
-    return load_block(stored, int(tensor.hashes[member, block]), size, tensor.spec.compression)
+def _plain(tensor: TensorHeader, member: int, block: int, payload: Payload) -> tuple[memoryview, int]:
+    """The plain bytes of one block, scales, codes and extras; and its rows."""
+    spec, (first, last) = tensor.spec, tensor.block_rows(block)
+    scale_row, code_row = spec.row_bytes
+    size = (last - first) * (scale_row + code_row) + int(tensor.extras[member, block])
+    stored = payload(*tensor.block_bytes(member, block, block + 1))
+    return load_block(stored, int(tensor.hashes[member, block]), size, spec.compression), last - first
 
 
 def plain_from_stored(tensor: TensorHeader, payload_of: Callable[[int], Payload]) -> PlainTensor:
@@ -86,8 +81,7 @@ def plain_from_stored(tensor: TensorHeader, payload_of: Callable[[int], Payload]
     with located(tensor=tensor.spec.name):
         for member in range(tensor.spec.member_count):
             payload, blocks = payload_of(member), range(tensor.stored.shape[1])
-            stored = (payload(*tensor.block_bytes(member, block, block + 1)) for block in blocks)
-            plain.blocks.append([bytes(_plain(tensor, member, n, part)) for n, part in enumerate(stored)])
+            plain.blocks.append([bytes(_plain(tensor, member, block, payload)[0]) for block in blocks])
             plain.extras.append(tensor.extras[member].tolist())
     return plain
 
@@ -100,10 +94,10 @@ def read_tensor(tensor: TensorHeader, payload_of: Callable[[int], Payload], toke
     spec = tensor.spec
     with located(tensor=spec.name):
         out = _allocated(tensor, (len(tokens), *spec.trailing))
-        for member in range(spec.member_count):
-            view = out[:, member] if spec.layers else out
-            write = spec.codec.value_writer(view.view(len(tokens), *spec.row_shape), spec.dtype)
-            read_rows(tensor, member, payload_of(member), tokens, write)
+        members, (vectors, width) = range(spec.member_count), spec.row_shape
+        target = out.view(len(tokens), len(members) * vectors, width)
+        write = spec.codec.value_writer(target, spec.dtype)
+        read_rows(tensor, members, [payload_of(member) for member in members], tokens, write)
     return out
 
 
@@ -151,6 +145,6 @@ def _tensor_from_members(tensor: TensorHeader, tokens: int, members: Mapping[str
 
 def check_member_size(tensor: TensorHeader, member: int, nbytes: int) -> None:
     """Refuse a member whose payload is not as long as its header says."""
-    size = int(tensor.ends[member, -1]) if tensor.stored.shape[1] else 0
+    size = tensor.bounds[member][-1]
     if nbytes != size:
         raise FormatError(f"a member has {nbytes} bytes, its header says {size}", "bad_length")

@@ -21,8 +21,7 @@ DataLoader worker. `located()` adds the place (shard, key, tensor) while an exce
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 #: The closed set of `FormatError.reason` values; the table in FORMAT.md section 8 explains each.
 REASONS = (
@@ -119,13 +118,23 @@ class SchemaMismatchError(HsStreamError, ValueError):
     """Tensors, codecs or model facts differ from those of the data set; the message names the field."""
 
 
-@contextmanager
-def located(*, shard: str | None = None, key: str | None = None, tensor: str | None = None) -> Iterator[None]:
-    """Add the place to any HsStreamError passing out; the innermost place wins."""
-    try:
-        yield
-    except HsStreamError as error:
-        error.shard = error.shard or shard
-        error.key = error.key or key
-        error.tensor = error.tensor or tensor
-        raise
+class located:
+    """Add the place to any HsStreamError passing out of the `with` block; the innermost place wins."""
+
+    __slots__ = ("_key", "_shard", "_tensor")
+
+    def __init__(
+        self, *, shard: str | None = None, key: str | None = None, tensor: str | None = None
+    ) -> None:
+        self._shard, self._key, self._tensor = shard, key, tensor
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, HsStreamError):
+            error.shard = error.shard or self._shard
+            error.key = error.key or self._key
+            error.tensor = error.tensor or self._tensor

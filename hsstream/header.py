@@ -8,9 +8,10 @@ this release does not know. Every length is compared with its container before i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import msgpack
@@ -30,6 +31,8 @@ MAX_PLAIN_BLOCK = 32 << 20
 #: A payload must stay below this: the size field of a ustar header ends there.
 MAX_MEMBER_BYTES = 8 << 30
 BLOCK_CODE_BYTES = 256 << 10
+#: msgpack up to this size is unpacked at once: hostile bytes take 8 * UNWALKED_BYTES at 1,024 depths at most.
+UNWALKED_BYTES = 4096
 
 
 def pack(value: Any) -> bytes:
@@ -41,10 +44,12 @@ def unpack(data: Any, what: str) -> Any:
     """Plain data from untrusted msgpack, in memory of its order: raises FormatError(`bad_msgpack`)."""
     size = len(data)
     try:
-        # Without making anything first: unpackb allocates a list by the length it claims, at every depth.
-        walk = msgpack.Unpacker(max_buffer_size=max(1, size))
-        walk.feed(data)
-        walk.skip()
+        # unpackb allocates a list by the length it claims, at every depth: what is longer than a few bytes
+        # is walked through first, without making anything.
+        if size > UNWALKED_BYTES:
+            walk = msgpack.Unpacker(max_buffer_size=size)
+            walk.feed(data)
+            walk.skip()
         value = msgpack.unpackb(
             data, raw=False, strict_map_key=True, ext_hook=_refuse_extension, max_str_len=size,
             max_bin_len=size, max_array_len=size, max_map_len=size, max_ext_len=0,
@@ -63,11 +68,15 @@ def _check_plain(value: Any, what: str, depth: int) -> None:
     # Metadata nests up to MAX_NESTING inside the body, model facts one deeper: the levels above are ours.
     if depth > MAX_NESTING + 2:
         raise FormatError(f"{what} is nested too deep", "bad_msgpack")
-    if isinstance(value, dict) and not all(type(name) is str for name in value):
-        raise FormatError(f"{what} has a map with keys that are not strings", "bad_msgpack")
-    inner = value.values() if isinstance(value, dict) else value
-    for item in inner if isinstance(value, (dict, list)) else ():
-        if isinstance(item, (dict, list)):
+    inner: Iterable[Any] = value if type(value) is list else ()
+    if type(value) is dict:
+        for name in value:
+            if type(name) is not str:
+                raise FormatError(f"{what} has a map with keys that are not strings", "bad_msgpack")
+        inner = value.values()
+    for item in inner:
+        kind = type(item)
+        if kind is dict or kind is list:
             _check_plain(item, what, depth + 1)
 
 
@@ -139,16 +148,9 @@ class TensorHeader:
     row_runs: NDArray[np.int64] | None = None
 
     @cached_property
-    def row_bytes(self) -> tuple[int, int]:
-        """(scale bytes, code bytes) of one row of a member."""
-        vectors, width = self.spec.row_shape
-        scales = 4 * vectors if self.spec.codec.scaled else 0
-        return scales, self.spec.codec.row_bytes(self.spec.dtype, vectors, width)
-
-    @cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """Where each block ends in its member's payload: [members, blocks]."""
-        return np.cumsum(self.stored, axis=1)
+    def bounds(self) -> list[list[int]]:
+        """Where the blocks of each member begin in its payload, and where the last one ends."""
+        return [list(accumulate(sizes, initial=0)) for sizes in self.stored.tolist()]
 
     @cached_property
     def run_ends(self) -> NDArray[np.int64]:
@@ -163,8 +165,8 @@ class TensorHeader:
 
     def block_bytes(self, member: int, first: int, last: int) -> tuple[int, int]:
         """Byte range of blocks [first, last) in a member's payload."""
-        ends = self.ends[member]
-        return (int(ends[first - 1]) if first else 0), (int(ends[last - 1]) if last else 0)
+        bounds = self.bounds[member]
+        return bounds[first], bounds[last]
 
     def stored_range(self, start: int, stop: int) -> tuple[int, int]:
         """The range of stored rows that tokens [start, stop) need."""
@@ -207,21 +209,18 @@ class TensorHeader:
             blocks = -(-rows // per_block)
             shape = (spec.member_count, blocks)
             count = shape[0] * shape[1]
-            stored = column(entry.get("stored"), "<u4", count, "stored").astype(np.int64).reshape(shape)
-            hashes = column(entry.get("xxh3"), "<u8", count, "xxh3").reshape(shape)
-            extras: NDArray[np.int64] = np.zeros(shape, np.int64)
+            stored = column(entry.get("stored"), "<u4", count, "stored").astype(np.int64)
+            hashes = column(entry.get("xxh3"), "<u8", count, "xxh3")
+            # One row counts even where none is stored: shapes must be sane before anything is allocated.
+            largest = sum(spec.row_bytes) * max(1, min(per_block, rows))
+            extras: NDArray[np.int64] = np.zeros(count, np.int64)
             if "extras" in entry:
-                extras = column(entry["extras"], "<u4", count, "extras").astype(np.int64).reshape(shape)
-            header = cls(spec, rows, per_block, stored, hashes, extras, runs)
-            header._check_block_size()
-            return header
-
-    def _check_block_size(self) -> None:
-        # One row counts even where none is stored: shapes must be sane before anything is allocated.
-        rows = max(1, min(self.rows_per_block, self.rows))
-        largest = sum(self.row_bytes) * rows + int(self.extras.max(initial=0))
-        if largest > MAX_PLAIN_BLOCK or int(self.stored.max(initial=0)) > MAX_PLAIN_BLOCK:
-            raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
+                extras = column(entry["extras"], "<u4", count, "extras").astype(np.int64)
+                largest += int(extras.max(initial=0))
+            if largest > MAX_PLAIN_BLOCK or (count and int(stored.max()) > MAX_PLAIN_BLOCK):
+                raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
+            stored, hashes, extras = stored.reshape(shape), hashes.reshape(shape), extras.reshape(shape)
+            return cls(spec, rows, per_block, stored, hashes, extras, runs)
 
 
 def _row_runs(data: Any, tokens: int) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ slab back. Pinned memory is torch's own business: only its allocator knows about
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,13 +23,16 @@ Slab = NDArray[np.uint8]
 GRAIN = 1 << 20
 #: Tensors below this are not worth keeping a slab for.
 SMALLEST = 1 << 18
+#: A tensor may keep a slab so many times its size: more, and keeping a small one would hold too much.
+MOST_TIMES = 8
 
 
 class SlabPool:
-    """Pageable memory for tensors; keeps at most `limit` bytes of idle slabs."""
+    """Pageable memory for tensors; keeps at most `limit` bytes of idle slabs. A pickled pool is empty."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._lock = threading.Lock()
         self._idle: list[Slab] = []
         # Finalizers run in any thread, also inside our own code: they only append here.
         self._returned: deque[Slab] = deque()
@@ -38,21 +42,33 @@ class SlabPool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST:
             return torch.empty(tuple(shape), dtype=dtype)
-        slab = self._take(nbytes)
+        with self._lock:
+            slab = self._take(nbytes)
         view = slab[:nbytes]
         weakref.finalize(view, self._returned.append, slab).atexit = False
         return torch.from_numpy(view).view(dtype).view(tuple(shape))
 
-    def _take(self, nbytes: int) -> Slab:
+    def _collect(self) -> None:
         while self._returned:
             self._idle.append(self._returned.popleft())
-        size = -(-nbytes // GRAIN) * GRAIN
-        fitting = [i for i, slab in enumerate(self._idle) if size <= slab.nbytes <= 2 * size]
-        if fitting:
-            return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
-        while self._idle and sum(slab.nbytes for slab in self._idle) + size > self._limit:
+        self._idle.sort(key=len)
+
+    def _make_room(self, nbytes: int) -> None:
+        # The smallest go first: the largest ones fit whatever batch comes.
+        while self._idle and sum(map(len, self._idle)) + nbytes > self._limit:
             self._idle.pop(0)
+
+    def _take(self, nbytes: int) -> Slab:
+        self._collect()
+        size = -(-nbytes // GRAIN) * GRAIN
+        fitting = [i for i, slab in enumerate(self._idle) if size <= len(slab) <= MOST_TIMES * size]
+        if fitting:
+            return self._idle.pop(fitting[0])
+        self._make_room(size)
         return np.empty(size, np.uint8)
+
+    def __reduce__(self) -> tuple[type[SlabPool], tuple[int]]:
+        return SlabPool, (self._limit,)
 
 
 class PinnedMemory:

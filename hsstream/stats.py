@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
 
 #: Below this part of the time spent waiting for batches, loading is not what limits the loop.
 NEGLIGIBLE = 0.05
@@ -62,30 +62,23 @@ class Clock:
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._stopped: float | None = None
-        self._totals = StreamStats()
+        self._totals: dict[str, Any] = asdict(StreamStats())
         self._running: dict[int, tuple[str, float]] = {}
 
     def add(self, **amounts: float) -> None:
         """Add to some totals by name."""
         with self._lock:
-            new = {name: getattr(self._totals, name) + amount for name, amount in amounts.items()}
-            self._totals = replace(self._totals, **new)
+            for name, amount in amounts.items():
+                self._totals[name] += amount
 
     def set(self, **values: int) -> None:
         """Set what is a level and not a total."""
         with self._lock:
-            self._totals = replace(self._totals, **values)
+            self._totals.update(values)
 
-    @contextmanager
-    def timed(self, stage: str, what: str) -> Iterator[None]:
-        """Add the time inside to `stage`; while it lasts, `in_flight` lists `what`."""
-        started, ticket = time.monotonic(), object()
-        self._running[id(ticket)] = (what, started)
-        try:
-            yield
-        finally:
-            del self._running[id(ticket)]
-            self.add(**{stage: time.monotonic() - started})
+    def timed(self, stage: str, what: str) -> _Timed:
+        """A context: adds the time inside to `stage`; while it lasts, `in_flight` lists `what`."""
+        return _Timed(self, stage, what)
 
     def stop(self) -> None:
         """The iteration has ended: its seconds stand still."""
@@ -94,10 +87,30 @@ class Clock:
     def snapshot(self) -> StreamStats:
         """The totals as of now."""
         with self._lock:
-            return replace(self._totals, seconds=(self._stopped or time.monotonic()) - self._started)
+            seconds = (self._stopped or time.monotonic()) - self._started
+            return StreamStats(**self._totals | {"seconds": seconds})
 
     def in_flight(self) -> list[str]:
         """What is being done now, the oldest first."""
         now = time.monotonic()
         running = sorted(self._running.copy().values(), key=lambda entry: entry[1])
         return [f"{what} for {now - started:.0f} s" for what, started in running]
+
+
+class _Timed:
+    """One stretch of work, in one thread."""
+
+    __slots__ = ("_clock", "_stage", "_started", "_what")
+
+    def __init__(self, clock: Clock, stage: str, what: str) -> None:
+        self._clock, self._stage, self._what = clock, stage, what
+
+    def __enter__(self) -> None:
+        self._started = time.monotonic()
+        self._clock._running[id(self)] = (self._what, self._started)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._clock._running[id(self)]
+        self._clock.add(**{self._stage: time.monotonic() - self._started})

@@ -23,9 +23,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -80,25 +80,34 @@ class _Decoders:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-decode")
         self._lock = threading.Lock()
         self._ready: list[tuple[int, int, Callable[[], None]]] = []
-        self._tick = count()
+        self._tick, self._busy = count(), 0
 
     def add(self, order: int, task: Callable[[], None]) -> None:
         """Do `task` in one of the threads."""
         with self._lock:
             heapq.heappush(self._ready, (order, next(self._tick), task))
+            if self._busy == self.threads:
+                return
+            self._busy += 1
         with suppress(RuntimeError):  # the interpreter ends, and nobody waits for the batch
-            self._pool.submit(self._first)
+            self._pool.submit(self._work)
 
     def close(self) -> None:
         """End the threads; tasks that were not begun are dropped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._ready.clear()
-
-    def _first(self) -> None:
         with self._lock:
-            task = heapq.heappop(self._ready)[2]
-        task()
-        del task  # see _run
+            self._ready.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _work(self) -> None:
+        """Task after task, as long as there are any."""
+        while True:
+            with self._lock:
+                if not self._ready:
+                    self._busy -= 1
+                    return
+                task = heapq.heappop(self._ready)[2]
+            task()
+            del task  # see _Running.done
 
 
 class _Running:
@@ -114,35 +123,41 @@ class _Running:
         clock: Clock,
     ) -> None:
         self.order, self.job, self.samples, self.clock = order, job, samples, clock
-        self._headers: dict[int, Header] = {}
+        self.headers: dict[int, Header] = {}
         if _is_suspicious(job, columns):
             for number, source in enumerate(samples):
                 _patiently(source, partial(self.header, number))
         self.builder = BatchBuilder(columns, job.shape, job.places, memory)
-        self.tasks: list[tuple[int, Future[Header]]] = []
+        self.nbytes = self.builder.nbytes
         #: Samples whose bytes are not here, and when the latest came.
         self.missing = set(range(len(samples)))
         self.fed = 0.0
-        self._parts: list[int] = []
-        self._lock = threading.Lock()
+        #: Tasks of each sample that are not done, tasks of all, errors with the number of their sample.
+        self._parts = [0] * len(samples)
+        self.open = 0
+        self._failures: list[tuple[int, BaseException]] = []
+        self._changed = threading.Condition()
 
     def header(self, number: int, source: SampleBytes) -> Header:
         """The header of a sample, parsed once for all tasks, or again from another source."""
-        header = self._headers.get(number)
+        header = self.headers.get(number)
         if header is None or source is not self.samples[number]:
-            header = self._headers[number] = _header(self.job, number, source)
+            header = self.headers[number] = _header(self.job, number, source)
         return header
 
     def submit(self, decoders: _Decoders, columns: Sequence[Column]) -> None:
         """A task for each sample, for each tensor of a large one, to be done when its bytes are here."""
-        for number, request in enumerate(self.job.requests):
-            large = decoders.threads > 1 and request.nbytes > SPLIT_BYTES
-            parts = [[column] for column in columns] if large else [list(columns)]
-            tasks: list[Future[Header]] = [Future() for _ in parts]
-            self._parts.append(len(parts))
-            self.tasks += [(number, task) for task in tasks]
-            todo = [partial(_run, self, number, *each) for each in zip(parts, tasks, strict=True)]
+        parts = [self._columns_at_once(request, decoders.threads, columns) for request in self.job.requests]
+        self._parts = [len(each) for each in parts]
+        self.open = sum(self._parts)
+        for number, each in enumerate(parts):
+            todo = [partial(_run, self, number, some) for some in each]
             self.samples[number].when_here(partial(self._feed, decoders, number, todo))
+
+    @staticmethod
+    def _columns_at_once(request: Request, threads: int, columns: Sequence[Column]) -> list[Sequence[Column]]:
+        large = threads > 1 and request.nbytes > SPLIT_BYTES
+        return [[column] for column in columns] if large else [columns]
 
     def _feed(self, decoders: _Decoders, number: int, todo: Sequence[Callable[[], None]]) -> None:
         self.fed = time.monotonic()
@@ -150,13 +165,33 @@ class _Running:
         for task in todo:
             decoders.add(self.order, task)
 
-    def finish_part(self, number: int) -> None:
-        """A task of a sample is done; after the last one its compressed bytes are let go of."""
-        with self._lock:
+    def done(self, number: int, failure: BaseException | None) -> None:
+        """A task of a sample is done; after its last one its compressed bytes are let go of."""
+        with self._changed:
             self._parts[number] -= 1
-            done = self._parts[number] == 0
-        if done:
+            last = self._parts[number] == 0
+            self.open -= 1
+            if failure is not None:
+                self._failures.append((number, failure))
+            if self.open == 0 or failure is not None:
+                self._changed.notify_all()
+        # An error leads back to its thread's frames: who keeps it longer than needed keeps the batch.
+        del failure
+        if last:
             self.samples[number].release()
+
+    def wait(self, seconds: float) -> bool:
+        """Until all tasks are done, or the time is over: False. Raises the first error as soon as there is
+        one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.open == 0 or self._failures, seconds)
+            failures, self._failures = self._failures, []
+        if not failures:
+            return self.open == 0
+        try:
+            raise min(failures, key=lambda entry: entry[0])[1]
+        finally:
+            del failures
 
 
 def stream(
@@ -194,8 +229,6 @@ def stream(
             clock.set(batches_ahead=len(running) - 1, bytes_held=fetcher.held)
             yield _finish(running.popleft(), slow_batch_s)
     finally:
-        for each in running:
-            each.tasks.clear()
         if sys.is_finalizing():
             pass  # the script ended within the loop: what is needed to end threads is gone, and so are they
         elif threading.current_thread().name.startswith("hsstream-"):
@@ -218,7 +251,7 @@ def _has_room(running: deque[_Running], limit: int, nbytes: int) -> bool:
     """Whether a batch of so many bytes may be started; of 0 bytes: whether any may."""
     if len(running) < LEAST_AHEAD:
         return True
-    ahead = sum(each.builder.nbytes for each in running)
+    ahead = sum(each.nbytes for each in running)
     return len(running) < MOST_AHEAD and ahead + nbytes <= limit and ahead < limit
 
 
@@ -227,42 +260,36 @@ def _batch_bytes(job: Job, columns: Sequence[Column]) -> int:
     return math.prod(job.shape) * token
 
 
-def _run(running: _Running, number: int, columns: Sequence[Column], task: Future[Header]) -> None:
-    outcome = _outcome(running, number, columns)
-    running.finish_part(number)
-    if isinstance(outcome, Header):
-        task.set_result(outcome)
-    else:
-        task.set_exception(outcome)
-    del outcome, task  # an error that leads back to itself would keep the batch until the next collection
-
-
-def _outcome(running: _Running, number: int, columns: Sequence[Column]) -> Header | BaseException:
+def _run(running: _Running, number: int, columns: Sequence[Column]) -> None:
+    """A task: whatever goes wrong is kept for the thread that waits for the batch."""
     try:
-        return _decode(running, number, columns)
-    except BaseException as error:  # noqa: BLE001  (kept for the caller's thread, whatever it is)
-        return error
+        _decode(running, number, columns)
+    except BaseException as error:  # noqa: BLE001
+        running.done(number, error)
+    else:
+        running.done(number, None)
 
 
-def _decode(running: _Running, number: int, columns: Sequence[Column]) -> Header:
+def _decode(running: _Running, number: int, columns: Sequence[Column]) -> None:
     """The rows of some tensors of one sample, straight into the batch."""
     request, source = running.job.requests[number], running.samples[number]
     with running.clock.timed("decoding", f"decoding {request.shard} sample {request.sample}"):
-        return _patiently(source, partial(_decode_sample, running, number, columns))
+        _patiently(source, partial(_decode_sample, running, number, columns))
 
 
-def _patiently(source: SampleBytes, attempt: Callable[[SampleBytes], Header]) -> Header:
+def _patiently(source: SampleBytes, attempt: Callable[[SampleBytes], object]) -> None:
     """What came over a network and is wrong may be right the next time."""
     for _ in range(READ_AGAIN):
         try:
-            return attempt(source)
+            attempt(source)
+            return
         except FormatError as error:
             again = source.again()
             if again is None:
                 raise
             logger.warning("%s; reading it again", error)
             source = again
-    return attempt(source)
+    attempt(source)
 
 
 def _is_suspicious(job: Job, columns: Sequence[Column]) -> bool:
@@ -279,7 +306,7 @@ def _header(job: Job, number: int, source: SampleBytes) -> Header:
         return header
 
 
-def _decode_sample(running: _Running, number: int, columns: Sequence[Column], source: SampleBytes) -> Header:
+def _decode_sample(running: _Running, number: int, columns: Sequence[Column], source: SampleBytes) -> None:
     request = running.job.requests[number]
     header = running.header(number, source)
     with located(shard=request.shard, key=header.key):
@@ -287,7 +314,6 @@ def _decode_sample(running: _Running, number: int, columns: Sequence[Column], so
             with located(tensor=column.spec.name):
                 _decode_column(running, number, column, header, source)
         running.builder.clear_padding(number, columns)
-    return header
 
 
 def _decode_column(
@@ -298,21 +324,22 @@ def _decode_column(
     if tensor.row_runs is not None:
         running.builder.clear(number, column)
     first = running.job.infos[number].schema.first_member[column.spec.name]
-    sizes, tokens = request.table.sizes[request.sample].tolist(), range(request.start, request.stop)
-    stored = replace(column, spec=tensor.spec)
-    for place, member in enumerate(column.members):
-        check_member_size(tensor, member, sizes[first + member])
-        write = running.builder.writer(stored, number, place)
-        read_rows(tensor, member, source.member(first + member), tokens, write)
+    sizes = request.table.sizes[request.sample]
+    for member in column.members:
+        check_member_size(tensor, member, int(sizes[first + member]))
+    payloads = [source.member(first + member) for member in column.members]
+    write, row = running.builder.writer(column, tensor.spec, number)
+    read_rows(tensor, column.members, payloads, range(request.start, request.stop), write, row)
 
 
 def _finish(running: _Running, slow_batch_s: float) -> Batch:
     job, clock = running.job, running.clock
     started = time.monotonic()
     with clock.timed("waiting", "waiting for a batch"):
-        headers = _headers(running, slow_batch_s)
+        while not running.wait(slow_batch_s):
+            _log_slow(running, slow_batch_s)
     clock.add(starving=max(0.0, running.fed - started))
-    found = [headers[number] for number in range(len(running.samples))]
+    found = [running.headers[number] for number in range(len(running.samples))]
     batch = running.builder.finish(
         [header.key for header in found], [header.meta for header in found], job.extra
     )
@@ -320,37 +347,17 @@ def _finish(running: _Running, slow_batch_s: float) -> Batch:
     if batch.filler:
         batch["loss_mask"].zero_()
     tokens = sum(place.tokens for place in job.places)
-    clock.add(batches=1, samples=len(found), tokens=tokens, bytes_out=running.builder.nbytes)
+    clock.add(batches=1, samples=len(found), tokens=tokens, bytes_out=running.nbytes)
     return batch
 
 
-def _headers(running: _Running, slow_batch_s: float) -> dict[int, Header]:
-    """The header of every sample once all is decoded; the first error as soon as there is one."""
-    futures = [task for _, task in running.tasks]
-    while True:
-        done, still = wait(futures, timeout=slow_batch_s, return_when=FIRST_EXCEPTION)
-        if not still or any(task.exception() for task in done):
-            break
-        _log_slow(running, len(still), slow_batch_s)
-    headers = {}
-    try:
-        for number, task in running.tasks:
-            if task in done:
-                headers[number] = task.result()
-    finally:
-        running.tasks.clear()
-        del futures, done, still, task  # see _run
-    return headers
-
-
-def _log_slow(running: _Running, still: int, slow_batch_s: float) -> None:
+def _log_slow(running: _Running, slow_batch_s: float) -> None:
     logger.warning(
-        "a batch takes longer than %g s: the bytes of %d of %d samples are not here, %d of %d decode tasks "
-        "are open; in flight: %s",
+        "a batch takes longer than %g s: the bytes of %d of %d samples are not here, "
+        "%d decode tasks are open; in flight: %s",
         slow_batch_s,
         len(running.missing),
         len(running.samples),
-        still,
-        len(running.tasks),
+        running.open,
         "; ".join(running.clock.in_flight()) or "nothing",
     )

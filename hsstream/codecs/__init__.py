@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hsstream.codecs.base import Codec, Codes, EscapeSink, RowWriter, ScaledCodec
+from hsstream.codecs.base import Codec, Codes, EscapeSink, Part, RowWriter, ScaledCodec
 from hsstream.codecs.bounded import Bounded
 from hsstream.codecs.exact import Planes, Raw
 from hsstream.codecs.fp8 import Fp8
@@ -31,6 +31,7 @@ __all__ = [
     "Codec",
     "Codes",
     "EscapeSink",
+    "Part",
     "RowWriter",
     "ScaledCodec",
     "codec_from_header",

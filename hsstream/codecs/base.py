@@ -8,9 +8,9 @@ Shapes: S token rows of a sample, R rows of a call, V vectors a row, H values a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,20 @@ from numpy.typing import NDArray
 
 from hsstream.errors import CorruptDataError
 
-#: Writes rows [start, start + R) of a prepared target: (start, codes [R, row_bytes], scales [R, V] or
-#: None, extras). Codes come from untrusted bytes: raises CorruptDataError(reason="bad_code").
-RowWriter = Callable[[int, NDArray[np.uint8], "NDArray[np.float32] | None", memoryview], None]
+
+class Part(NamedTuple):
+    """R rows of one member: codes [R, row_bytes], scales [R, V] or None, extras."""
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.float32] | None
+    extras: memoryview
+
+
+#: Writes rows [start, start + R) of a prepared target [S, V, H]: (start, a part for each member). Members
+#: of V / len(parts) vectors each lie side by side in V, and are written together, row by row: the batch
+#: has all layers of a token in one place. Parts come from untrusted bytes: raises
+#: CorruptDataError(reason="bad_code").
+RowWriter = Callable[[int, Sequence[Part]], None]
 
 #: Receives the escapes a `code_writer` meets: (positions int64 [N], ascending and flat in the logical
 #: [S, V, H] of the target, values [N] in the source dtype).
@@ -136,21 +147,19 @@ class ScaledCodec(Codec):
         """
 
 
-def check_block(
-    shape: tuple[int, int, int],
-    row_bytes: int,
-    start: int,
-    codes: NDArray[np.uint8],
-    scales: NDArray[np.float32] | None,
-) -> None:
-    """Refuse rows that do not fit a target [S, V, H] (CorruptDataError, reason bad_length)."""
-    rows = codes.shape[0]
-    if codes.shape != (rows, row_bytes) or start < 0 or start + rows > shape[0]:
-        raise CorruptDataError(
-            f"codes {codes.shape} at row {start} do not fit {shape[0]} rows of {row_bytes} bytes",
-            reason="bad_length",
-        )
-    if scales is not None and scales.shape != (rows, shape[1]):
-        raise CorruptDataError(
-            f"scales {scales.shape} given for {rows} rows of {shape[1]} vectors", reason="bad_length"
-        )
+def check_parts(rows: int, start: int, parts: Sequence[Part], row_bytes: int, vectors: int) -> None:
+    """Refuse parts that do not fit `rows` rows of a target (CorruptDataError, reason bad_length).
+
+    row_bytes, vectors: of a row of one part.
+    """
+    count = len(parts[0].codes)
+    for codes, scales, _ in parts:
+        if codes.shape != (count, row_bytes) or start < 0 or start + count > rows:
+            raise CorruptDataError(
+                f"codes {codes.shape} at row {start} do not fit {rows} rows of {row_bytes} bytes",
+                reason="bad_length",
+            )
+        if scales is not None and scales.shape != (count, vectors):
+            raise CorruptDataError(
+                f"scales {scales.shape} given for {count} rows of {vectors} vectors", reason="bad_length"
+            )

@@ -8,13 +8,13 @@ uint8. Refused: other dtypes (SampleError), bool bytes other than 0 and 1 (Corru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hsstream.codecs.base import Codec, Codes, RowWriter, check_block
+from hsstream.codecs.base import Codec, Codes, Part, RowWriter, check_parts
 from hsstream.errors import CorruptDataError, SampleError
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +59,8 @@ class Raw(Codec):
         _check_delivery(source, out.dtype)
         if out.dtype == source:
             return _CopyRows(out)
+        if source in _INTEGERS:
+            return _WidenRows(out, source)
         return _ConvertRows(out, source)
 
 
@@ -103,58 +105,68 @@ def _check_delivery(source: torch.dtype, wanted: torch.dtype) -> None:
         raise SampleError(f"{source} cannot be delivered as {wanted}: ask for {source}")
 
 
-class _CopyRows:
-    """Copies rows of bytes into a target of their own dtype."""
+class _ExactRows:
+    """A RowWriter into `out` [S, V, H] for bytes of dtype `source`."""
+
+    def __init__(self, out: torch.Tensor, source: torch.dtype) -> None:
+        self._out, self._source = out, source
+
+    def __call__(self, start: int, parts: Sequence[Part]) -> None:
+        rows, vectors, width = self._out.shape
+        vectors //= len(parts)
+        check_parts(rows, start, parts, vectors * width * self._source.itemsize, vectors)
+        for number, (codes, scales, extras) in enumerate(parts):
+            if scales is not None or len(extras):
+                raise CorruptDataError("a lossless codec has neither scales nor extras", reason="bad_length")
+            at = slice(number * vectors, (number + 1) * vectors)
+            self._write(slice(start, start + len(codes)), at, codes)
+
+    def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:
+        """Codes [R, bytes] of `source` to these rows and vectors of the target."""
+        raise NotImplementedError
+
+
+class _CopyRows(_ExactRows):
+    """Copies bytes into a target of their own dtype."""
 
     def __init__(self, out: torch.Tensor) -> None:
+        super().__init__(out, out.dtype)
         if out.shape[2] > 1 and out.stride(2) != 1:
             raise SampleError(f"the last axis must be dense, found strides {out.stride()}")
-        self._out = out
         dense = out.detach().as_strided(out.shape, (out.stride(0), out.stride(1), 1))
         self._bytes = dense.view(torch.uint8).numpy()
 
-    def __call__(
-        self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
-    ) -> None:
-        check_exact(self._out, self._out.dtype, start, codes, scales, extras)
-        if self._out.dtype == torch.bool and codes.size and codes.max() > 1:
+    def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:
+        if self._source == torch.bool and codes.size and codes.max() > 1:
             raise CorruptDataError("a bool is stored as 0 or 1, found another byte", reason="bad_code")
-        self._bytes[start : start + len(codes)] = codes.reshape(len(codes), *self._bytes.shape[1:])
+        target = self._bytes[rows, vectors]
+        target[...] = codes.reshape(target.shape)
 
 
-@dataclass(frozen=True)
-class _ConvertRows:
-    """Writes rows of bytes of dtype `source` into a target of another dtype."""
+class _WidenRows(_ExactRows):
+    """Integers into int64 or bool; by numpy, whose calls on a few values cost a fraction of torch's."""
 
-    out: torch.Tensor
-    source: torch.dtype
+    def __init__(self, out: torch.Tensor, source: torch.dtype) -> None:
+        super().__init__(out, source)
+        self._values = out.detach().numpy()
+        self._dtype = torch.empty(0, dtype=source).numpy().dtype.newbyteorder("<")
 
-    def __call__(
-        self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
-    ) -> None:
-        check_exact(self.out, self.source, start, codes, scales, extras)
-        values = _as_tensor(codes, self.source).reshape(len(codes), *self.out.shape[1:])
-        target = self.out[start : start + len(codes)]
+    def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:
+        target = self._values[rows, vectors]
+        target[...] = np.ascontiguousarray(codes).view(self._dtype).reshape(target.shape)
+
+
+class _ConvertRows(_ExactRows):
+    """Floats into a target of another float dtype."""
+
+    def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:
+        target = self._out[rows, vectors]
+        values = _as_tensor(codes, self._source).reshape(target.shape)
         target.copy_(values)
-        if self.source in _FLOATS and _narrows(self.source, self.out.dtype) and _overflowed(values, target):
+        if self._source in _FLOATS and _narrows(self._source, target.dtype) and _overflowed(values, target):
             raise SampleError(
-                f"a value of {self.source} overflows {self.out.dtype}: ask for {self.source} or float32"
+                f"a value of {self._source} overflows {target.dtype}: ask for {self._source} or float32"
             )
-
-
-def check_exact(
-    out: torch.Tensor,
-    source: torch.dtype,
-    start: int,
-    codes: NDArray[np.uint8],
-    scales: NDArray[np.float32] | None,
-    extras: memoryview,
-) -> None:
-    """Refuse rows of the wrong size and anything beside their bytes (CorruptDataError, bad_length)."""
-    rows, vectors, width = out.shape
-    check_block((rows, vectors, width), vectors * width * source.itemsize, start, codes, None)
-    if scales is not None or len(extras):
-        raise CorruptDataError("a lossless codec has neither scales nor extras", reason="bad_length")
 
 
 def _as_tensor(codes: NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:

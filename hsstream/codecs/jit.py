@@ -23,7 +23,7 @@ from numba.extending import overload as overload
 from numba.np.numpy_support import from_dtype
 
 # Integer operations widen to 64 bits in numba: what is cast back to 32 at once is vectorised as 32 bits.
-I32, U32, U16, U8, F32 = np.int32, np.uint32, np.uint16, np.uint8, np.float32
+I32, I16, U32, U16, U8, F32 = np.int32, np.int16, np.uint32, np.uint16, np.uint8, np.float32
 
 #: Masks of float32 bits.
 SIZE = 0x7FFFFFFF
@@ -111,9 +111,9 @@ def once(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[...,
     made = cache(make)
 
     @wraps(make)
-    def wanted(*dtypes: type) -> Callable[..., Any]:
+    def wanted(*key: Any) -> Callable[..., Any]:
         with _compiling:
-            return made(*dtypes)
+            return made(*key)
 
     return wanted
 
@@ -132,6 +132,12 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
 def readable(dtype: type, dimensions: int) -> Any:
     """The type of an argument; also takes the read-only and unaligned arrays over file buffers."""
     return types.Array(from_dtype(np.dtype(dtype)), dimensions, "C", readonly=True, aligned=False)
+
+
+def several(dtype: type, dimensions: int, count: int) -> Any:
+    """The type of a tuple of `readable` arrays."""
+    many: Any = types.UniTuple
+    return many(readable(dtype, dimensions), count)
 
 
 def writable(dtype: type, dimensions: int) -> Any:

@@ -19,10 +19,12 @@ import numpy as np
 from hsstream.codecs.backend import BAD_CODE, BAD_SCALE, OK, OVERFLOW
 from hsstream.codecs.jit import (
     F32,
+    I16,
     I32,
     INFINITE,
     SIZE,
     U8,
+    U16,
     U32,
     bits_of,
     compiled,
@@ -32,10 +34,14 @@ from hsstream.codecs.jit import (
     once,
     overload,
     readable,
+    several,
     store,
     types,
     writable,
 )
+
+#: Powers of two with which every e4m3fn code is 0 or a normal, finite bfloat16.
+LEAST_POWER, MOST_POWER = -117, 119
 
 
 def _magnitude(code: Any) -> Any:
@@ -107,10 +113,40 @@ def _vector_of(source: Any, target: Any, scale: Any, packed: Any) -> Any:  # noq
     def e4m3fn(source: Any, target: Any, scale: Any, packed: Any) -> Any:  # noqa: ARG001
         return _bytewise(source, target, scale)
 
+    def brain(source: Any, target: Any, scale: Any, packed: Any) -> Any:  # noqa: ARG001
+        bits = bits_of(scale)
+        power = I32(bits >> U32(23)) - I32(127)
+        if bits & U32(0x7FFFFF) == U32(0) and I32(LEAST_POWER) <= power <= I32(MOST_POWER):
+            return _words(source, target, power)
+        return _bytewise(source, target, scale)
+
     def uniform(source: Any, target: Any, scale: Any, packed: Any) -> Any:
         return _packed(source, target, scale) if packed else _bytewise(source, target, scale)
 
-    return e4m3fn if source.dtype == types.uint8 else uniform
+    if source.dtype == types.uint8:
+        return brain if target.dtype == types.uint16 else e4m3fn
+    return uniform
+
+
+@njit
+def _words(source: Any, target: Any, power: Any) -> Any:
+    """e4m3fn codes times 2^power as bfloat16, in integers of 16 bits: twice as many at once.
+
+    The bits of a normal code, moved up by 4, are those of its bfloat16 but for the exponent's bias. Those of
+    a denormal one lie on steeper lines, one for each position of its leading bit: the least of all lines is
+    right everywhere but at 0.
+    """
+    base = I16(I32(power + I32(120)) << I32(7))
+    top = U8(0)
+    for i in range(len(target)):
+        size = I16(source[i] & U8(0x7F))
+        normal, four = I16(size << I16(4)), I16(I16(size << I16(5)) - I16(1 << 7))
+        two, one = I16(I16(size << I16(6)) - I16(2 << 7)), I16(I16(size << I16(7)) - I16(3 << 7))
+        word = I16(min(min(normal, four), min(two, one)) + base)
+        word = word if size > I16(0) else I16(0)
+        target[i] = U16(U16(word) | U16(U16(source[i] & U8(0x80)) << U16(8)))
+        top = max(top, _magnitude(source[i]))
+    return top
 
 
 @njit
@@ -166,24 +202,28 @@ def _decode(
     bad: int,
     infinite: int,
 ) -> int:
-    """Vector [r, v] of codes [R, V * bytes] goes to flat[offset + r * row_step + v * vector_step :].
+    """Decode parts, a tuple of codes [R, V * bytes] and one of scales [R, V]. Vector [r, v] of part p goes to
+    flat[offset + r * row_step + (p * V + v) * vector_step :].
 
     packed: whether a byte holds two codes; bad: the first magnitude no encoder writes; infinite: one of
     FIRST_INFINITE. Rows behind a refused vector are not written.
     """
     size = (width + 1) // 2 if packed else width
-    for row in range(scales.shape[0]):
-        for vector in range(scales.shape[1]):
-            first = offset + row * row_step + vector * vector_step
-            source = codes[row, vector * size : vector * size + size]
-            scale = scales[row, vector]
-            if not F32(0.0) < scale < F32(np.inf):
-                return BAD_SCALE
-            top = _vector(source, flat[first : first + width], scale, packed)
-            if top >= bad:
-                return BAD_CODE
-            if _peak(codes, top, scale) >= infinite:
-                return OVERFLOW
+    rows, vectors = scales[0].shape
+    for row in range(rows):
+        first = offset + row * row_step
+        for part in range(len(codes)):
+            for vector in range(vectors):
+                source = codes[part][row, vector * size : vector * size + size]
+                scale = scales[part][row, vector]
+                if not F32(0.0) < scale < F32(np.inf):
+                    return BAD_SCALE
+                top = _vector(source, flat[first : first + width], scale, packed)
+                if top >= bad:
+                    return BAD_CODE
+                if _peak(source, top, scale) >= infinite:
+                    return OVERFLOW
+                first += vector_step
     return OK
 
 
@@ -221,9 +261,9 @@ def _patch(
 
 
 @once
-def decoder(codes: type, rows: type) -> Callable[..., int]:
-    """`_decode` for codes and rows of these NumPy dtypes; rows of uint8 receive the codes."""
-    arrays = (readable(codes, 2), readable(np.float32, 2), writable(rows, 1))
+def decoder(codes: type, rows: type, parts: int) -> Callable[..., int]:
+    """`_decode` for so many parts, codes and rows of these NumPy dtypes; rows of uint8 receive the codes."""
+    arrays = (several(codes, 2, parts), several(np.float32, 2, parts), writable(rows, 1))
     return compiled(_decode, types.intp(*arrays, *(types.intp,) * 7))
 
 

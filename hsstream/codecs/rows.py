@@ -1,23 +1,23 @@
 """Blocks of 8-bit codes -> rows of a target: values on the host, or codes for a device.
 
-In: a target [S, V, H], a `CodeForm` that says what the codes mean, and blocks of untrusted codes, scales
-and extras. Out: rows written in place, by kernel or, without numba, by the form's torch functions.
+In: a target [S, V, H], a `CodeForm` that says what the codes mean, and untrusted codes, scales and extras, a
+part for each member. Out: rows written in place, by kernel or, without numba, by the form's torch functions.
 Refused: codes, scales and extras of the wrong size (CorruptDataError, bad_length), codes no encoder
 writes, scales that are not positive and finite, values that overflow (`backend.status_error`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hsstream.codecs import backend, escapes
-from hsstream.codecs.base import EscapeSink, check_block
+from hsstream.codecs.base import EscapeSink, Part, check_parts
 from hsstream.errors import CorruptDataError, SampleError
 
 
@@ -75,66 +75,92 @@ class CodeForm:
         return backend.OVERFLOW if bool(torch.isinf(largest).any()) else backend.OK
 
 
+class Place(NamedTuple):
+    """Where a part goes: rows [start, start + rows) and vectors [first, first + vectors) of the target."""
+
+    start: int
+    rows: int
+    first: int
+    vectors: int
+
+
 class Rows:
     """A RowWriter into `out` [S, V, H], last axis dense: values, or codes where `out` is uint8."""
 
     def __init__(self, form: CodeForm, out: torch.Tensor, source: torch.dtype, deliver: torch.dtype) -> None:
         form.check_delivery(deliver)
         self._form, self._out, self._source, self._deliver = form, out, source, deliver
-        jit = backend.kernels()
-        self._kernel = jit.decoder(form.dtype, backend.numpy_dtype(out.dtype)) if jit else None
         self._flat = backend.flat_view(out)
-        self._shape = (out.shape[0], out.shape[1], out.shape[2])
-        self._row_bytes = out.shape[1] * form.vector_bytes(out.shape[2])
+        self._rows, self._vectors, self._width = out.shape
+        self._steps = out.stride()[:2]
         self._limits = (int(form.packed), form.bad, backend.FIRST_INFINITE[deliver])
+        self._kernels: dict[int, Callable[..., int] | None] = {}
 
-    def __call__(
-        self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32] | None, extras: memoryview
-    ) -> None:
-        check_block(self._shape, self._row_bytes, start, codes, scales)
-        if scales is None:
-            raise CorruptDataError(f"{self._form.name} rows come without scales", reason="bad_length")
-        if len(extras) and not self._form.escapes:
-            raise CorruptDataError(f"{self._form.name} rows have no extras", reason="bad_length")
+    def __call__(self, start: int, parts: Sequence[Part]) -> None:
+        vectors, odd = divmod(self._vectors, len(parts))
+        if odd:
+            raise CorruptDataError(
+                f"{len(parts)} members cannot share {self._vectors} vectors", reason="bad_length"
+            )
+        check_parts(self._rows, start, parts, vectors * self._form.vector_bytes(self._width), vectors)
+        codes, scales = [], []
+        for part in parts:
+            if part.scales is None:
+                raise CorruptDataError(f"{self._form.name} rows come without scales", reason="bad_length")
+            if len(part.extras) and not self._form.escapes:
+                raise CorruptDataError(f"{self._form.name} rows have no extras", reason="bad_length")
+            codes.append(part.codes)
+            scales.append(part.scales)
         self._accept(self._decode(start, codes, scales))
-        self._finish(start, scales, extras)
+        for number, part in enumerate(parts):
+            place = Place(start, len(part.codes), number * vectors, vectors)
+            self._finish(place, scales[number], part.extras)
 
     def _accept(self, status: int) -> None:
         if status != backend.OK:
             raise backend.status_error(status, self._source, self._deliver)
 
-    def _place(self, start: int) -> tuple[int, int, int, int]:
-        row_step, vector_step, _ = self._out.stride()
-        return start * row_step, row_step, vector_step, self._shape[2]
-
-    def _decode(self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> int:
-        if self._kernel is None:
+    def _decode(self, start: int, codes: list[NDArray[np.uint8]], scales: list[NDArray[np.float32]]) -> int:
+        kernel = self._kernel(len(codes))
+        if kernel is None:
             return self._decode_torch(start, codes, scales)
-        codes = codes.view(self._form.dtype)
-        return int(self._kernel(codes, scales, self._flat, *self._place(start), *self._limits))
+        row_step, vector_step = self._steps
+        place = (start * row_step, row_step, vector_step, self._width)
+        signed = tuple(each.view(self._form.dtype) for each in codes)
+        return int(kernel(signed, tuple(scales), self._flat, *place, *self._limits))
 
-    def _decode_torch(self, start: int, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> int:
-        codes_RVH = self._form.unpacked(codes, self._shape[1], self._shape[2])
-        status = self._form.status(codes_RVH, scales, self._deliver)
-        target = self._out[start : start + len(codes)]
-        if self._out.dtype == torch.uint8:
-            target.numpy()[...] = codes_RVH
-        elif status == backend.OK and codes.size:
-            self._form.decode(codes_RVH, scales, target)
+    def _kernel(self, members: int) -> Callable[..., int] | None:
+        if members not in self._kernels:
+            jit, rows = backend.kernels(), backend.numpy_dtype(self._out.dtype)
+            self._kernels[members] = jit.decoder(self._form.dtype, rows, members) if jit else None
+        return self._kernels[members]
+
+    def _decode_torch(
+        self, start: int, codes: list[NDArray[np.uint8]], scales: list[NDArray[np.float32]]
+    ) -> int:
+        vectors = self._vectors // len(codes)
+        rows, status = self._out[start : start + len(codes[0])], backend.OK
+        for number in range(len(codes)):
+            codes_RVH = self._form.unpacked(codes[number], vectors, self._width)
+            target = rows[:, number * vectors : (number + 1) * vectors]
+            status = status or self._form.status(codes_RVH, scales[number], self._deliver)
+            if target.dtype == torch.uint8:
+                target.numpy()[...] = codes_RVH
+            elif status == backend.OK and codes_RVH.size:
+                self._form.decode(codes_RVH, scales[number], target)
         return status
 
-    def _finish(self, start: int, scales: NDArray[np.float32], extras: memoryview) -> None:
-        """Write what the codes do not say."""
+    def _finish(self, place: Place, scales: NDArray[np.float32], extras: memoryview) -> None:
+        """Write what the codes of a part do not say."""
         raise NotImplementedError
 
-    def _escapes(self, extras: memoryview, rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Values and flat positions in [rows, V, H] of the escapes of a block."""
-        _, vectors, width = self._shape
+    def _escapes(self, extras: memoryview, place: Place) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Values and flat positions in [rows, V, H] of the part of the escapes of a block."""
         values, gaps = escapes.split(extras, self._source)
-        vector, place = np.divmod(escapes.positions(gaps, len(values)), self._form.padded(width))
-        if len(values) and (vector[-1] >= rows * vectors or (place >= width).any()):
+        vector, column = np.divmod(escapes.positions(gaps, len(values)), self._form.padded(self._width))
+        if len(values) and (vector[-1] >= place.rows * place.vectors or (column >= self._width).any()):
             raise CorruptDataError("an escape lies outside of its block or vector", reason="bad_code")
-        return values, vector * width + place
+        return values, vector * self._width + column
 
 
 class ValueRows(Rows):
@@ -145,25 +171,29 @@ class ValueRows(Rows):
         jit, rows = backend.kernels(), backend.numpy_dtype(out.dtype)
         self._patch = jit.patcher(backend.numpy_dtype(source), rows) if jit and form.escapes else None
 
-    def _finish(self, start: int, scales: NDArray[np.float32], extras: memoryview) -> None:
+    def _finish(self, place: Place, scales: NDArray[np.float32], extras: memoryview) -> None:  # noqa: ARG002
         if not len(extras):
             return
         if self._patch is None:
-            self._accept(self._patch_torch(start, len(scales), extras))
+            self._accept(self._patch_torch(place, extras))
             return
-        shape = (self._shape[1], self._form.padded(self._shape[2]), len(scales))
+        row_step, vector_step = self._steps
+        first = place.start * row_step + place.first * vector_step
+        shape = (place.vectors, self._form.padded(self._width), place.rows)
+        where = (first, row_step, vector_step, self._width, *shape, self._limits[2])
         values, gaps = escapes.split(extras, self._source)
-        self._accept(int(self._patch(values, gaps, self._flat, *self._place(start), *shape, self._limits[2])))
+        self._accept(int(self._patch(values, gaps, self._flat, *where)))
 
-    def _patch_torch(self, start: int, rows: int, extras: memoryview) -> int:
-        values, places = self._escapes(extras, rows)
+    def _patch_torch(self, place: Place, extras: memoryview) -> int:
+        values, places = self._escapes(extras, place)
         exact = torch.from_numpy(values.copy()).view(self._source)
         delivered = exact.to(self._deliver)
         if not bool(torch.isfinite(exact).all()):
             return backend.BAD_CODE
         if not bool(torch.isfinite(delivered).all()):
             return backend.OVERFLOW
-        target = self._out[start : start + rows]
+        vectors = slice(place.first, place.first + place.vectors)
+        target = self._out[place.start : place.start + place.rows, vectors]
         target[np.unravel_index(places, tuple(target.shape))] = delivered
         return backend.OK
 
@@ -182,11 +212,12 @@ class CodeRows(Rows):
         super().__init__(form, out[0], source, deliver)
         self._scales, self._sink = out[1].numpy(), sink
 
-    def _finish(self, start: int, scales: NDArray[np.float32], extras: memoryview) -> None:
-        self._scales[start : start + len(scales)] = scales
+    def _finish(self, place: Place, scales: NDArray[np.float32], extras: memoryview) -> None:
+        start, stop, vectors = place.start, place.start + place.rows, place.first + place.vectors
+        self._scales[start:stop, place.first : vectors] = scales
         if not len(extras):
             return
-        values, places = self._escapes(extras, len(scales))
+        values, places = self._escapes(extras, place)
         exact = torch.from_numpy(values.copy()).view(self._source)
         if not bool(torch.isfinite(exact).all()):
             self._accept(backend.BAD_CODE)
@@ -194,5 +225,7 @@ class CodeRows(Rows):
             self._accept(backend.OVERFLOW)
         if self._sink is None:
             raise SampleError("these codes have escapes: give code_writer a sink for them")
-        vectors, width = self._shape[1:]
-        self._sink(torch.from_numpy(places + start * vectors * width), exact)
+        # Flat positions in the part's [R, v, H] become flat positions in the whole target.
+        row, rest = np.divmod(places, place.vectors * self._width)
+        flat = ((place.start + row) * self._vectors + place.first) * self._width + rest
+        self._sink(torch.from_numpy(flat), exact)

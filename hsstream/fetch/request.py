@@ -7,6 +7,7 @@ stored bytes it will take. Nothing is read here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from hsstream.storage import Store
 from hsstream.table import SampleTable
@@ -33,7 +34,7 @@ class Request:
         """Columns of the wanted members, without the header."""
         return [first + member for _, first, chosen in self.columns for member in chosen]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Stored bytes, estimated for token ranges."""
         sizes = self.table.sizes[self.sample]

@@ -197,7 +197,7 @@ class _Decoder:
     def check(self, member: int, block: int, payload: Payload) -> None:
         """Raises FormatError for a block that no writer writes."""
         first, last = self._tensor.block_rows(block)
-        read_rows(self._tensor, member, payload, range(first, last), self._write)
+        read_rows(self._tensor, [member], [payload], range(first, last), self._write)
         values = self._out[: last - first]
         if values.dtype.is_floating_point and not is_finite(values):
             raise CorruptDataError("NaN or Inf among the values", "bad_code")

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hsstream.codecs import Codec, Codes, ScaledCodec, backend, codec_from_header, parse_codec
+from hsstream.codecs import Codec, Codes, Part, ScaledCodec, backend, codec_from_header, parse_codec
 from hsstream.errors import CorruptDataError
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -74,7 +74,9 @@ def decode(codec: Codec, codes: Codes, source: torch.Tensor, deliver: torch.dtyp
     scales = None if codes.scales is None else codes.scales.numpy()
     extras = memoryview(codec.pack_extras(codes, 0, len(source)))
     stored = codec.restore(codec.arrange(codes.codes.numpy()))
-    codec_from_header(codec.name, codec.params()).value_writer(out, source.dtype)(0, stored, scales, extras)
+    codec_from_header(codec.name, codec.params()).value_writer(out, source.dtype)(
+        0, [Part(stored, scales, extras)]
+    )
     return out
 
 
@@ -200,9 +202,9 @@ def test_device_and_host_decode_to_the_same_bits(made: torch.Tensor, spec: str, 
     extras = memoryview(codec.pack_extras(codes, 0, len(made)))
     if isinstance(host, tuple):
         with pytest.raises(host[0], match="overflows"):
-            write(0, codes.codes.numpy(), codes.scales.numpy(), extras)
+            write(0, [Part(codes.codes.numpy(), codes.scales.numpy(), extras)])
         return
-    write(0, codes.codes.numpy(), codes.scales.numpy(), extras)
+    write(0, [Part(codes.codes.numpy(), codes.scales.numpy(), extras)])
     device = codec.dequantize(batch, scales, deliver)
     for positions, exact in found:
         device.view(-1)[positions] = exact.to(deliver)
@@ -226,7 +228,7 @@ def test_forged_bytes_decode_alike_or_are_corrupt(made: torch.Tensor, spec: str,
             out = torch.zeros_like(made)
             write = codec.value_writer(out, made.dtype)
             try:
-                write(0, stored, codes.scales.numpy(), memoryview(extras))
+                write(0, [Part(stored, codes.scales.numpy(), memoryview(extras))])
                 results.append(out.view(BITS[made.dtype]).tolist())
             except CorruptDataError as error:
                 results.append(error.reason)

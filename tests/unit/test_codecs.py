@@ -15,6 +15,7 @@ from hsstream.codecs import (
     CODECS,
     Codec,
     Codes,
+    Part,
     ScaledCodec,
     backend,
     bounded,
@@ -55,7 +56,7 @@ def decoded(
     out = torch.full_like(like, 7, dtype=deliver or like.dtype)
     stored, scales = arrays(codes)
     extras = memoryview(codec.pack_extras(codes, 0, len(like)))
-    codec.value_writer(out, like.dtype)(0, codec.restore(codec.arrange(stored)), scales, extras)
+    codec.value_writer(out, like.dtype)(0, [Part(codec.restore(codec.arrange(stored)), scales, extras)])
     return out
 
 
@@ -170,8 +171,8 @@ def test_raw_gives_back_every_dtype(dtype: torch.dtype) -> None:
     assert codes.codes.shape == (5, raw.row_bytes(dtype, 3, made.shape[2]))
     out = torch.zeros(5, 3, made.shape[2] + 2, dtype=torch.uint8).to(dtype)[:, :, : made.shape[2]]
     write = raw.value_writer(out, dtype)
-    write(0, codes.codes.numpy()[:2], None, NOTHING)
-    write(2, np.frombuffer(codes.codes.numpy()[2:].tobytes(), np.uint8).reshape(3, -1), None, NOTHING)
+    write(0, [Part(codes.codes.numpy()[:2], None, NOTHING)])
+    write(2, [Part(np.frombuffer(codes.codes.numpy()[2:].tobytes(), np.uint8).reshape(3, -1), None, NOTHING)])
     assert torch.equal(out.contiguous().view(torch.uint8), made.view(torch.uint8))
 
 
@@ -228,7 +229,9 @@ def test_a_lossless_value_that_overflows_is_named(codec: str) -> None:
 def test_a_bool_byte_other_than_0_and_1_is_corrupt() -> None:
     out = torch.zeros(1, 1, 4, dtype=torch.bool)
     with pytest.raises(CorruptDataError) as caught:
-        parse_codec("raw").value_writer(out, torch.bool)(0, np.array([[0, 1, 2, 0]], np.uint8), None, NOTHING)
+        parse_codec("raw").value_writer(out, torch.bool)(
+            0, [Part(np.array([[0, 1, 2, 0]], np.uint8), None, NOTHING)]
+        )
     assert caught.value.reason == "bad_code"
 
 
@@ -250,7 +253,7 @@ def test_rows_that_do_not_fit_are_refused(spec: str, wrong: str, form: str) -> N
     before = torch.full_like(made, 7)
     out = before.clone()
     with pytest.raises(CorruptDataError) as caught:
-        codec.value_writer(out, made.dtype)(start, codes, scales, extras)
+        codec.value_writer(out, made.dtype)(start, [Part(codes, scales, extras)])
     assert caught.value.reason == "bad_length"
 
 
@@ -258,7 +261,7 @@ def test_rows_that_do_not_fit_are_refused(spec: str, wrong: str, form: str) -> N
 def test_scales_cannot_be_missing(spec: str) -> None:
     codec, made = parse_codec(spec), values(torch.bfloat16)
     with pytest.raises(CorruptDataError, match="scales"):
-        codec.value_writer(made, made.dtype)(0, arrays(codec.encode(made))[0], None, NOTHING)
+        codec.value_writer(made, made.dtype)(0, [Part(arrays(codec.encode(made))[0], None, NOTHING)])
 
 
 @pytest.mark.parametrize("spec", ["raw", *SCALED])
@@ -310,7 +313,7 @@ def test_blocks_decode_into_their_rows_and_nowhere_else(
     stored, scales = arrays(codes)
     for first, last in ((0, 8), (8, 20)):
         extras = memoryview(codec.pack_extras(codes, first, last))
-        write(first + 1, stored[first:last], scales[first:last], extras)
+        write(first + 1, [Part(stored[first:last], scales[first:last], extras)])
     assert torch.equal(out[1:21], decoded(codec, codes, made, deliver))
     out[1:21] = -7777
     assert (batch == torch.full_like(batch, -7777)).all()
@@ -330,7 +333,7 @@ def test_the_device_form_equals_the_host_form(spec: str, deliver: torch.dtype, f
     stored, scales = arrays(codes)
     for first, last in ((0, 8), (8, 20)):
         extras = memoryview(codec.pack_extras(codes, first, last))
-        write(first + 2, stored[first:last], scales[first:last], extras)
+        write(first + 2, [Part(stored[first:last], scales[first:last], extras)])
     result = codec.dequantize(batch, scale, deliver)
     inner = result[:, :, :37].contiguous()
     for positions, exact in found:
@@ -378,7 +381,7 @@ def test_a_scale_that_is_not_positive_and_finite_is_corrupt(spec: str, scale: fl
         codec.code_writer(*places, made.dtype, made.dtype),
     ):
         with pytest.raises(CorruptDataError) as caught:
-            write(0, codes, scales, NOTHING)
+            write(0, [Part(codes, scales, NOTHING)])
         assert caught.value.reason == "bad_code"
 
 
@@ -396,7 +399,7 @@ def test_a_code_no_encoder_writes_is_corrupt(spec: str, bad: int, place: int, fo
         codec.code_writer(*places, made.dtype, torch.float16),
     ):
         with pytest.raises(CorruptDataError) as caught:
-            write(0, codes, scales, NOTHING)
+            write(0, [Part(codes, scales, NOTHING)])
         assert caught.value.reason == "bad_code"
 
 
@@ -407,7 +410,7 @@ def test_a_packed_code_no_encoder_writes_is_corrupt(place: int, bad: int, form: 
     codes = codes.copy()
     codes[13, place] = bad
     with pytest.raises(CorruptDataError) as caught:
-        codec.value_writer(made.clone(), made.dtype)(0, codes, scales, NOTHING)
+        codec.value_writer(made.clone(), made.dtype)(0, [Part(codes, scales, NOTHING)])
     assert caught.value.reason == "bad_code"
 
 
@@ -420,9 +423,11 @@ def test_overflow_is_corrupt_in_the_source_dtype_and_a_wrong_wish_in_another(spe
     for source, error in ((torch.float16, CorruptDataError), (torch.bfloat16, SampleError)):
         out, places = torch.zeros(1, 1, 2, dtype=torch.float16), torch.zeros(1, 1, 2, dtype=torch.uint8)
         with pytest.raises(error, match="overflows"):
-            codec.value_writer(out, source)(0, codes, scales, NOTHING)
+            codec.value_writer(out, source)(0, [Part(codes, scales, NOTHING)])
         with pytest.raises(error, match="overflows"):
-            codec.code_writer(places, torch.zeros(1, 1), source, torch.float16)(0, codes, scales, NOTHING)
+            codec.code_writer(places, torch.zeros(1, 1), source, torch.float16)(
+                0, [Part(codes, scales, NOTHING)]
+            )
 
 
 @pytest.mark.parametrize("spec", SCALED)
@@ -487,7 +492,7 @@ def test_extras_can_be_cropped_to_rows(first: int, last: int, form: str) -> None
     )
     assert extras.tobytes() == codec.pack_extras(codes, first, last)
     out = torch.zeros_like(made[first:last])
-    codec.value_writer(out, made.dtype)(0, stored[first:last], scales[first:last], extras)
+    codec.value_writer(out, made.dtype)(0, [Part(stored[first:last], scales[first:last], extras)])
     assert torch.equal(out, decoded(codec, codes, made)[first:last])
 
 
@@ -538,7 +543,7 @@ def test_forged_extras_are_refused(case: str, reason: str, form: str) -> None:
         codec.code_writer(*places, made.dtype, made.dtype, lambda *_: None),
     ):
         with pytest.raises(CorruptDataError) as caught:
-            write(0, stored, scales, extras)
+            write(0, [Part(stored, scales, extras)])
         assert caught.value.reason == reason
 
 
@@ -555,7 +560,7 @@ def test_escapes_need_a_sink_in_the_device_form(form: str) -> None:
     places = torch.zeros(made.shape, dtype=torch.uint8), torch.zeros(made.shape[:2])
     with pytest.raises(SampleError, match="sink"):
         codec.code_writer(*places, made.dtype, made.dtype)(
-            0, stored, scales, memoryview(codec.pack_extras(codes, 0, 20))
+            0, [Part(stored, scales, memoryview(codec.pack_extras(codes, 0, 20)))]
         )
 
 
@@ -565,7 +570,7 @@ def test_a_sink_gets_positions_in_the_whole_target(form: str) -> None:
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     places = torch.zeros(30, 2, 37, dtype=torch.uint8), torch.zeros(30, 2)
     write = codec.code_writer(*places, made.dtype, torch.float32, lambda *escapes: found.append(escapes))
-    write(10, stored, scales, memoryview(codec.pack_extras(codes, 0, 20)))
+    write(10, [Part(stored, scales, memoryview(codec.pack_extras(codes, 0, 20)))])
     ((positions, exact),) = found
     assert torch.equal(made.flatten()[positions - 10 * 2 * 37], exact)
 
@@ -641,3 +646,58 @@ def test_numba_is_imported_only_when_something_is_encoded_or_decoded() -> None:
         "assert 'numba' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- several members
+
+
+@pytest.mark.parametrize("spec", ["raw", "planes", "fp8", "bounded:0.05", "bounded:0.3"])
+@pytest.mark.parametrize("deliver", FLOATS)
+def test_members_side_by_side_are_what_each_is_alone(spec: str, deliver: torch.dtype, form: str) -> None:
+    codec, made = parse_codec(spec), values(torch.float16, rows=9, vectors=6)
+    members = made.split(2, dim=1)
+    parts = []
+    for member in members:
+        codes = codec.encode(member.contiguous())
+        stored, scales = arrays(codes)
+        extras = memoryview(codec.pack_extras(codes, 0, 9))
+        parts.append(Part(codec.restore(codec.arrange(stored)), scales, extras))
+    together = torch.full((12, 6, made.shape[2]), 7, dtype=deliver)
+    codec.value_writer(together, made.dtype)(2, parts)
+    alone = torch.full_like(together, 7)
+    for number, part in enumerate(parts):
+        codec.value_writer(alone[:, 2 * number : 2 * number + 2], made.dtype)(2, [part])
+    assert torch.equal(together, alone)
+    assert (together[:2] == 7).all()
+    assert (together[11:] == 7).all()
+    assert not torch.equal(together[2:11, :2], together[2:11, 2:4])
+
+
+@pytest.mark.parametrize("spec", ["fp8", "bounded:0.05", "bounded:0.3"])
+def test_codes_of_members_side_by_side(spec: str, form: str) -> None:
+    codec, made = parse_codec(spec), values(torch.bfloat16, rows=9, vectors=6)
+    assert isinstance(codec, ScaledCodec)
+    codes_SVH, scales_SV = torch.zeros(12, 6, 37, dtype=torch.uint8), torch.ones(12, 6)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    write = codec.code_writer(codes_SVH, scales_SV, made.dtype, made.dtype, lambda *each: found.append(each))
+    parts = []
+    for member in made.split(2, dim=1):
+        codes = codec.encode(member.contiguous())
+        stored, scales = arrays(codes)
+        parts.append(Part(stored, scales, memoryview(codec.pack_extras(codes, 0, 9))))
+    write(3, parts)
+    result = codec.dequantize(codes_SVH, scales_SV, made.dtype)
+    for positions, exact in found:
+        result.view(-1)[positions] = exact
+    expected = torch.zeros_like(result)
+    for number, part in enumerate(parts):
+        codec.value_writer(expected[:, 2 * number : 2 * number + 2], made.dtype)(3, [part])
+    assert torch.equal(result, expected)
+
+
+def test_members_that_cannot_share_a_target_are_refused(form: str) -> None:
+    codec = parse_codec("fp8")
+    stored, scales = arrays(codec.encode(values(torch.bfloat16)))
+    write = codec.value_writer(torch.zeros(20, 3, 37), torch.bfloat16)
+    with pytest.raises(CorruptDataError, match="share"):
+        write(0, [Part(stored, scales, NOTHING)] * 2)

@@ -231,6 +231,8 @@ def _no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
+        while thread.ident is None:  # listed, and not begun yet
+            time.sleep(0.001)
         thread.join(GUARD)
         assert not thread.is_alive()
 

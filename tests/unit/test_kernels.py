@@ -16,7 +16,7 @@ import torch
 
 import hsstream.codecs
 from hsstream.codecs import backend, bounded, fp8, parse_codec
-from hsstream.codecs.base import ScaledCodec
+from hsstream.codecs.base import Part, ScaledCodec
 from hsstream.errors import CorruptDataError
 
 NOTHING = memoryview(b"")
@@ -66,7 +66,7 @@ def test_every_code_times_every_scale(spec: str, deliver: torch.dtype, form: str
     fits = torch.isfinite(expected).all(1)
     out = torch.zeros(int(fits.sum()), 1, len(codes), dtype=deliver)
     rows = codes.expand(len(out), -1).numpy()
-    codec.value_writer(out, torch.float32)(0, rows.copy(), scales[fits].unsqueeze(1).numpy(), NOTHING)
+    codec.value_writer(out, torch.float32)(0, [Part(rows.copy(), scales[fits].unsqueeze(1).numpy(), NOTHING)])
     bits = torch.int32 if deliver == torch.float32 else torch.int16
     assert torch.equal(out[:, 0].view(bits), expected[fits].view(bits))
     device = codec.dequantize(codes.expand(len(scales), -1), scales, deliver)
@@ -88,7 +88,7 @@ def test_a_vector_is_refused_exactly_when_a_value_overflows(
     assert not overflows.all()
     write = codec.value_writer(torch.zeros(1, 1, 2, dtype=deliver), deliver)
     for scale, expected in zip(scales.tolist(), overflows.tolist(), strict=True):
-        arguments: Any = (0, np.array([row], np.uint8), np.array([[scale]], np.float32), NOTHING)
+        arguments: Any = (0, [Part(np.array([row], np.uint8), np.array([[scale]], np.float32), NOTHING)])
         if not expected:
             write(*arguments)
             continue
@@ -101,7 +101,9 @@ def test_all_pairs_of_packed_codes(form: str) -> None:
     pairs = [(low, high) for low in range(-7, 8) for high in range(-7, 8)]
     codes = np.array([[low & 15 | (high & 15) << 4] for low, high in pairs], np.uint8)
     out = torch.zeros(len(pairs), 1, 2)
-    codec.value_writer(out, torch.float32)(0, codes, np.full((len(pairs), 1), 0.5, np.float32), NOTHING)
+    codec.value_writer(out, torch.float32)(
+        0, [Part(codes, np.full((len(pairs), 1), 0.5, np.float32), NOTHING)]
+    )
     assert torch.equal(out[:, 0] * 2, torch.tensor(pairs, dtype=torch.float32))
 
 
@@ -111,12 +113,12 @@ def test_codes_and_scales_may_come_from_any_buffer(form: str) -> None:
     codes = codec.encode(made)
     assert codes.scales is not None
     expected, out = torch.zeros_like(made), torch.zeros_like(made)
-    codec.value_writer(expected, made.dtype)(0, codes.codes.numpy(), codes.scales.numpy(), NOTHING)
+    codec.value_writer(expected, made.dtype)(0, [Part(codes.codes.numpy(), codes.scales.numpy(), NOTHING)])
     plain = b"x" + codes.scales.numpy().tobytes() + codes.codes.numpy().tobytes()
     scales = np.frombuffer(plain, np.float32, 12, 1).reshape(6, 2)
     assert not scales.flags.aligned
     codec.value_writer(out, made.dtype)(
-        0, np.frombuffer(plain, np.uint8, 396, 49).reshape(6, 66), scales, NOTHING
+        0, [Part(np.frombuffer(plain, np.uint8, 396, 49).reshape(6, 66), scales, NOTHING)]
     )
     assert torch.equal(out, expected)
 
@@ -220,10 +222,10 @@ def test_a_cache_that_cannot_be_written_is_done_without(
         return numba_njit(*arguments, **options)
 
     monkeypatch.setattr(jit, "njit", njit)
-    kernel = kernels.decoder.__wrapped__(np.uint8, np.float32)
+    kernel = kernels.decoder.__wrapped__(np.uint8, np.float32, 1)
     out = np.zeros(2, np.float32)
     codes, scales = np.array([[0x38, 0xB8]], np.uint8), np.array([[2.0]], np.float32)
-    assert kernel(codes, scales, out, 0, 2, 2, 2, 0, 0x7F, 0x7F800000) == backend.OK
+    assert kernel((codes,), (scales,), out, 0, 2, 2, 2, 0, 0x7F, 0x7F800000) == backend.OK
     assert out.tolist() == [2.0, -2.0]
 
 

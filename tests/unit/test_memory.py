@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hsstream.memory import GRAIN, SMALLEST, SlabPool
+from hsstream.memory import GRAIN, MOST_TIMES, SMALLEST, SlabPool
 
 SHAPE = (4, SMALLEST // 4)
 
@@ -83,15 +83,35 @@ def test_a_kept_row_is_never_overwritten() -> None:
 
 def test_a_slab_serves_tensors_of_about_its_size() -> None:
     pool = SlabPool(1 << 30)
-    place = begin_of(lend(pool, shape=(4 * GRAIN,)))
-    assert begin_of(lend(pool, shape=(3 * GRAIN,))) == place
+    size = 2 * MOST_TIMES * GRAIN
+    place = begin_of(lend(pool, shape=(size,)))
+    assert begin_of(lend(pool, shape=(size - GRAIN,))) == place
     assert begin_of(lend(pool, shape=(GRAIN + 5,))) == place
     assert begin_of(lend(pool, shape=(GRAIN,))) != place
-    assert begin_of(lend(pool, shape=(4 * GRAIN + 1,))) != place
+    assert begin_of(lend(pool, shape=(size + 1,))) != place
+
+
+def test_large_slabs_are_kept_longest() -> None:
+    pool = SlabPool(9 * GRAIN)
+    place = begin_of(lend(pool, shape=(6 * GRAIN,)))
+    kept = [lend(pool, shape=(6 * GRAIN,)), lend(pool, shape=(2 * GRAIN,)), lend(pool, shape=(GRAIN,))]
+    kept.clear()
+    lend(pool, shape=(7 * GRAIN,))
+    assert idle(pool) <= 9 * GRAIN
+    assert begin_of(lend(pool, shape=(6 * GRAIN,))) == place
+
+
+def test_a_pickled_pool_is_empty() -> None:
+    pool = SlabPool(9 * GRAIN)
+    lend(pool, shape=(6 * GRAIN,))
+    assert idle(pool) == 6 * GRAIN
+    copy = pickle.loads(pickle.dumps(pool))
+    assert (idle(copy), len(pickle.dumps(pool)) < 200) == (0, True)
 
 
 def idle(pool: SlabPool) -> int:
-    pool._take(1)
+    pool._collect()
+    pool._make_room(0)
     return sum(slab.nbytes for slab in pool._idle)
 
 

@@ -122,13 +122,15 @@ class Case:
         for name, tensor in record.header.tensors.items():
             spec = tensor.spec
             self.out[name] = self._memory(name, (tensor.rows, *spec.trailing))
-            for member in range(spec.member_count):
-                stored = memoryview(b"".join(bytes(piece) for piece in next(members)))
-                begin = time.perf_counter()
-                rows = self.out[name][:, member] if spec.layers else self.out[name]
-                write = spec.codec.value_writer(rows.view(tensor.rows, *spec.row_shape), spec.dtype)
-                read_rows(tensor, member, lambda a, b, s=stored: s[a:b], range(tensor.rows), write)
-                seconds += time.perf_counter() - begin
+            count, (vectors, width) = spec.member_count, spec.row_shape
+            pieces = [next(members) for _ in range(count)]
+            stored = [memoryview(b"".join(bytes(piece) for piece in each)) for each in pieces]
+            payloads = [lambda a, b, s=each: s[a:b] for each in stored]
+            begin = time.perf_counter()
+            target = self.out[name].view(tensor.rows, count * vectors, width)
+            write = spec.codec.value_writer(target, spec.dtype)
+            read_rows(tensor, range(count), payloads, range(tensor.rows), write)
+            seconds += time.perf_counter() - begin
         return seconds
 
     def _memory(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
