@@ -25,6 +25,7 @@ _TEXT_OPTIONS = frozenset(
         *("endpoint_url", "region", "addressing", "spool", "ca_file"),
     )
 )
+_SHORT = {"aux": "aux_hidden_states", "last": "last_hidden_state"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,3 +98,11 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, found {text!r}")
     return value
+
+
+def codec(text: str) -> str | dict[str, str]:
+    """A codec or preset, or one for each tensor: `aux=bounded:0.16,last=bounded:0.05`."""
+    if "=" not in text:
+        return text
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {_SHORT.get(name, name): chosen for name, _, chosen in pairs}

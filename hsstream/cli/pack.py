@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, Parser, positive, storage_option, storage_options
+from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_option, storage_options
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, percent, ratio, size
 from hsstream.cli.progress import Bar
@@ -30,8 +30,6 @@ from hsstream.schema import COMPRESSIONS
 from hsstream.sources.base import Options
 from hsstream.sources.detect import FORMATS
 from hsstream.storage import open_store
-
-SHORT = {"aux": "aux_hidden_states", "last": "last_hidden_state"}
 
 
 def add_parser(commands: Commands) -> None:
@@ -114,14 +112,6 @@ def _ints(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
-
-
-def codec(text: str) -> str | dict[str, str]:
-    """A codec or preset, or one for each tensor: `aux=bounded:0.16,last=bounded:0.05`."""
-    if "=" not in text:
-        return text
-    pairs = [part.partition("=") for part in text.split(",")]
-    return {SHORT.get(name, name): chosen for name, _, chosen in pairs}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,10 +11,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, Parser, positive, storage_option, storage_options
+from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_option, storage_options
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, ratio, size
-from hsstream.cli.pack import codec
 from hsstream.cli.progress import Bar
 from hsstream.errors import SampleError
 from hsstream.recode import Recode, RecodeReport, recode

@@ -56,7 +56,7 @@ def test_measured_bytes_are_those_of_the_writer(tmp_path: Path, preset: str) -> 
 def test_errors_teacher_and_kept_mass() -> None:
     head = torch.randn(V, H, generator=torch.Generator().manual_seed(9)) / 4
     rungs = {rung.name: rung for rung in from_samples([make(0), make(1)], lm_head=head).rungs}
-    assert set(rungs) == set(PRESETS)
+    assert set(rungs) > set(PRESETS)
     assert all(error == 0 for error in rungs["lossless"].errors.values())
     assert rungs["lossless"].kl == pytest.approx(0, abs=1e-6)
     assert rungs["lossless"].top1 == 1
@@ -82,7 +82,7 @@ def test_nothing_to_measure_is_refused() -> None:
         from_samples([prepare_sample("a", {"input_ids": torch.arange(3)})])
     with pytest.raises(SampleError, match="must be positive"):
         from_numbers(0, 4, 10)
-    with pytest.raises(SampleError, match="the lm_head takes 65"):
+    with pytest.raises(SampleError, match=r"the lm_head is \[100, 65\], the states are 64 wide"):
         from_samples([make(0)], lm_head=torch.zeros(V, H + 1))
 
 
