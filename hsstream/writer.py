@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsstream.appender import Appender, Sealed, ShardLimits
-from hsstream.encoding import PlainRecord, PlainTensor, encode, seal
-from hsstream.errors import HsStreamError, NonFiniteError, SampleError, StorageFullError, located
+from hsstream.encoding import PlainRecord, PlainTensor, encode
+from hsstream.errors import HsStreamError, NonFiniteError, SampleError, located
 from hsstream.header import pack, unpack
 from hsstream.index import combine
 from hsstream.manifest import commit_all, read_shard_indexes
@@ -32,6 +32,7 @@ from hsstream.runs import reachable_runs
 from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of
 from hsstream.shard import ShardIndex
+from hsstream.space import SpaceGuard
 from hsstream.storage import Store, open_store
 from hsstream.table import SampleFacts, facts_of
 from hsstream.teacher import TopKTeacher
@@ -39,8 +40,6 @@ from hsstream.version import WRITER
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 QUEUE_BYTES = 256 << 20
-#: Tar headers, sample headers and index, relative to the payloads.
-OVERHEAD = 1.01
 
 
 @dataclass
@@ -76,7 +75,8 @@ class ShardWriter:
         threads: threads that compress and hash.
         storage_options: for the store of `root`.
         commit: write index and manifest on close; False leaves that to `hsstream index ROOT`.
-        expected_tokens: refuse to start when that many tokens cannot fit.
+        expected_tokens: refuse to start when that many tokens cannot fit, and warn (logger `hsstream`, once
+            a shard) when those to come will not.
         on_nonfinite: `raise` on NaN or Inf, or `skip` the sample and count it in `stats()`.
         last_rows: `all`, or `supervised` to keep only the rows of `last_hidden_state` that a loss over
             `ttt_length` unrolled steps can reach.
@@ -124,13 +124,14 @@ class ShardWriter:
         self._model = _plain_model(_with_draft_vocabulary(model, teacher))
         self._name, self._threads, self._commit = name, threads, commit
         self._limits = ShardLimits(shard_bytes, shard_samples)
-        self._expected_tokens, self._on_nonfinite = expected_tokens, on_nonfinite
+        self._on_nonfinite = on_nonfinite
         self._last_rows, self._ttt_length = last_rows, ttt_length if last_rows != "all" else None
         self._skipped: list[tuple[str, str]] = []
         self._samples = self._tokens = 0
         self._appender: Appender | None = None
         self._closed = False
         self._store = open_store(root, storage_options)
+        self._space = SpaceGuard(self._store, expected_tokens)
         with ExitStack() as stack:
             stack.enter_context(self._store.lock(name))
             self._store.discard_stale(f"{name}-")
@@ -198,10 +199,12 @@ class ShardWriter:
         with located(key=plain.key):
             if plain.key in self._keys:
                 raise SampleError("this key was already written: test `key in writer` before writing")
-            self._started(prepared).put(plain, prepared.facts)
+            appender = self._started(prepared)
+            appender.put(plain, prepared.facts)
         self._keys.add(plain.key)
         self._samples += 1
         self._tokens += plain.tokens
+        self._space.sealed(appender.sealed.tokens, appender.sealed.nbytes)
 
     def seal(self) -> None:
         """Seal what was written, however small the shard; returns when it is done."""
@@ -303,8 +306,7 @@ class ShardWriter:
 
     def _started(self, first: Prepared) -> Appender:
         if self._appender is None:
-            if self._expected_tokens is not None:
-                _check_fits(self._store, self._expected_tokens, first.plain)
+            self._space.begin(first.plain)
             self._info = info = first.info
             # Nothing here may refer to the writer, or a forgotten one would stay alive with its threads.
             name, begin = self._name, self._next_number
@@ -371,15 +373,3 @@ def _runs(sample: Sample, info: DatasetInfo) -> dict[str, NDArray[np.int64]]:
         raise SampleError('last_rows="supervised" needs loss_mask and last_hidden_state')
     runs = reachable_runs(sample.tensors["loss_mask"], info.ttt_length or 0)
     return {"last_hidden_state": runs}
-
-
-def _check_fits(store: Store, expected_tokens: int, first: PlainRecord) -> None:
-    """Refuse to start what cannot fit, judged by the stored bytes a token of the first sample."""
-    free = store.free_bytes()
-    stored = sum(len(piece) for pieces in seal(first).payloads for piece in pieces)
-    need = int(stored / first.tokens * expected_tokens * OVERHEAD)
-    if free is not None and need > free:
-        raise StorageFullError(
-            f"{store.url}: {expected_tokens} tokens need about {need / 1e9:.1f} GB, {free / 1e9:.1f} GB "
-            "are free: choose a smaller codec, fewer tokens or another place"
-        )

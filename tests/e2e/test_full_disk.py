@@ -178,6 +178,29 @@ def test_a_run_that_cannot_fit_is_refused_at_its_first_sample(mount: Mount) -> N
         writer.write("a", noise(0))
 
 
+def test_a_run_that_outgrows_the_disk_warns_first_and_keeps_what_was_written(
+    mount: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first sample compresses, the others do not: the projection turns bad while writing."""
+    root = mount()
+    offered = {"easy": {name: torch.zeros_like(value) for name, value in noise(0).items()}}
+    offered |= {f"s{number:02d}": noise(number) for number in range(20)}
+
+    def write() -> None:
+        with hs.ShardWriter(root, codec="raw", shard_samples=2, expected_tokens=21_000) as writer:
+            for key, tensors in offered.items():
+                writer.write(key, tensors)
+                writer.seal()
+
+    with pytest.raises(hs.StorageFullError, match="sealed"):
+        write()
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned
+    assert all("tokens to come need about" in line for line in warned)
+    kept = check_prefix(root, offered)
+    assert len(warned) < len(kept)
+
+
 def test_no_free_inode_is_a_full_disk(mount: Mount) -> None:
     root = mount("size=6m,nr_inodes=3")
     (root / "file").touch()

@@ -26,7 +26,7 @@ LAYERS = (
     {"runs", "table"},
     {"encoding"},
     {"decoding"},
-    {"fetch", "shard", "stock"},
+    {"fetch", "shard", "space", "stock"},
     {"appender", "index"},
     {"manifest", "stream"},
     {"catalog", "reader", "verify", "writer"},

@@ -466,6 +466,27 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
     assert hs.ShardReader(tmp_path).keys() == ["fits"]
 
 
+def test_a_projection_that_turns_bad_is_warned_of_once_a_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 50_000_000
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda store: free)
+    with hs.ShardWriter(tmp_path, expected_tokens=10_000, shard_samples=2) as writer:
+        for number in range(4):
+            writer.write(f"a{number}", exact(100))
+        writer.seal()
+        assert caplog.records == []
+        free = 200_000
+        for number in range(6):
+            writer.write(f"b{number}", exact(100))
+            writer.seal()
+        shards = writer.stats().shards
+    assert 5 <= len(caplog.records) <= shards
+    assert {record.name for record in caplog.records} == {"hsstream"}
+    assert "the 9,600 tokens to come need about" in caplog.text
+    assert len(hs.ShardReader(tmp_path)) == 10
+
+
 # --- the end of a writer
 
 
