@@ -70,9 +70,9 @@ def _plain(tensor: TensorHeader, member: int, block: int, payload: Payload) -> t
     """The plain bytes of one block, scales, codes and extras; and its rows."""
     spec, (first, last) = tensor.spec, tensor.block_rows(block)
     scale_row, code_row = spec.row_bytes
-    size = (last - first) * (scale_row + code_row) + int(tensor.extras[member, block])
+    size = (last - first) * (scale_row + code_row) + tensor.extras[member][block]
     stored = payload(*tensor.block_bytes(member, block, block + 1))
-    return load_block(stored, int(tensor.hashes[member, block]), size, spec.compression), last - first
+    return load_block(stored, tensor.hashes[member][block], size, spec.compression), last - first
 
 
 def plain_from_stored(tensor: TensorHeader, payload_of: Callable[[int], Payload]) -> PlainTensor:
@@ -80,9 +80,9 @@ def plain_from_stored(tensor: TensorHeader, payload_of: Callable[[int], Payload]
     plain = PlainTensor(tensor.spec, tensor.rows, tensor.rows_per_block, [], [], tensor.row_runs)
     with located(tensor=tensor.spec.name):
         for member in range(tensor.spec.member_count):
-            payload, blocks = payload_of(member), range(tensor.stored.shape[1])
+            payload, blocks = payload_of(member), range(tensor.block_count)
             plain.blocks.append([bytes(_plain(tensor, member, block, payload)[0]) for block in blocks])
-            plain.extras.append(tensor.extras[member].tolist())
+            plain.extras.append(tensor.extras[member])
     return plain
 
 

@@ -89,7 +89,7 @@ def encode(
     for spec in schema.tensors:
         with located(key=sample.key, tensor=spec.name):
             value, kept = sample.tensors[spec.name], (runs or {}).get(spec.name)
-            taken = _taken_over(spec, (ready or {}).get(spec.name), len(value), kept)
+            taken = _taken_over(spec, (ready or {}).get(spec.name), value.shape[0], kept)
             tensors.append(_encode_tensor(spec, value, kept) if taken is None else taken)
     plain = PlainRecord(sample.key, sample.tokens, sample.meta, tensors)
     _check_header_size(plain)
@@ -170,12 +170,14 @@ def rows_per_block(spec: TensorSpec, rows: int) -> int:
 def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tuple[list[bytes], list[int]]:
     """One member [R, V, H] to plain blocks. On a device it is encoded whole, on the host block by block."""
     blocks, extras = [], []
-    step = len(values) if values.device.type != "cpu" else per_block
-    for start in range(0, len(values), max(step, 1)):
-        chunk = values[start : start + step]
-        codes = _to_host(_encode_rows(spec, chunk, start))
-        for first in range(0, len(chunk), per_block):
-            block, extra = _plain_block(spec, codes, first, min(first + per_block, len(chunk)))
+    rows = values.shape[0]
+    step = rows if values.device.type != "cpu" else per_block
+    for start in range(0, rows, max(step, 1)):
+        last = min(start + step, rows)
+        # A slice of everything is worth leaving out: small samples are made of it.
+        codes = _to_host(_encode_rows(spec, values if step >= rows else values[start:last], start))
+        for first in range(0, last - start, per_block):
+            block, extra = _plain_block(spec, codes, first, min(first + per_block, last - start))
             blocks.append(block)
             extras.append(extra)
     return blocks, extras
@@ -190,7 +192,7 @@ def _encode_rows(spec: TensorSpec, values: torch.Tensor, start: int) -> Codes:
         return spec.codec.encode(dense)
     codes = spec.codec.encode(values if values.stride(-1) == 1 else _contiguous(values))
     # A vector with NaN or Inf has an infinite scale: no pass over the values is needed to find it.
-    if codes.scales is not None and not bool(torch.isfinite(codes.scales).all()):
+    if codes.scales is not None and not is_finite(codes.scales):
         raise _not_finite(values, start)
     return codes
 
@@ -234,10 +236,10 @@ def _to_host(codes: Codes) -> Codes:
 def _plain_block(spec: TensorSpec, codes: Codes, first: int, last: int) -> tuple[bytes, int]:
     """Scales, codes and extras of rows [first, last), in this order."""
     extra = spec.codec.pack_extras(codes, first, last)
-    arranged = spec.codec.arrange(codes.codes[first:last].numpy())
-    parts: list[Buffer] = [arranged.reshape(-1), extra]
+    arranged = spec.codec.arrange(codes.codes.numpy()[first:last])
+    parts: list[Buffer] = [np.ascontiguousarray(arranged).data, extra]
     if codes.scales is not None:
-        parts.insert(0, codes.scales[first:last].contiguous().view(torch.uint8).numpy().reshape(-1))
+        parts.insert(0, np.ascontiguousarray(codes.scales.numpy()[first:last]).data)
     return b"".join(parts), len(extra)
 
 
@@ -251,9 +253,9 @@ def seal(plain: PlainRecord) -> Record:
             tensor.spec,
             tensor.rows,
             tensor.rows_per_block,
-            np.array([[len(b) for b in member] for member in stored], np.int64),
-            np.array([[digest(b) for b in member] for member in stored], np.uint64),
-            np.array(tensor.extras, np.int64),
+            [[len(b) for b in member] for member in stored],
+            [[digest(b) for b in member] for member in stored],
+            tensor.extras,
             tensor.row_runs,
         )
     header = Header(plain.key, plain.tokens, tensors, plain.meta)

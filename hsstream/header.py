@@ -136,21 +136,27 @@ class TensorHeader:
     """Where the rows of one tensor of one sample are.
 
     rows: stored rows, S unless `row_runs` [N, 2] (first row, count) says which ones are stored.
-    stored, hashes, extras: [members, blocks], stored bytes, xxh3-64 and extra bytes of every block.
+    stored, hashes, extras: stored bytes, xxh3-64 and extra bytes by member and block. Lists, since there are
+    few, and every sample has its own: numpy would take longer for them than for the states.
     """
 
     spec: TensorSpec
     rows: int
     rows_per_block: int
-    stored: NDArray[np.int64]
-    hashes: NDArray[np.uint64]
-    extras: NDArray[np.int64]
+    stored: list[list[int]]
+    hashes: list[list[int]]
+    extras: list[list[int]]
     row_runs: NDArray[np.int64] | None = None
 
     @cached_property
     def bounds(self) -> list[list[int]]:
         """Where the blocks of each member begin in its payload, and where the last one ends."""
-        return [list(accumulate(sizes, initial=0)) for sizes in self.stored.tolist()]
+        return [list(accumulate(sizes, initial=0)) for sizes in self.stored]
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of a member."""
+        return len(self.stored[0])
 
     @cached_property
     def run_ends(self) -> NDArray[np.int64]:
@@ -187,11 +193,11 @@ class TensorHeader:
         """The tensor's entry in a header body."""
         entry = self.spec.to_dict() | {
             "rows_per_block": self.rows_per_block,
-            "stored": self.stored.astype("<u4").tobytes(),
-            "xxh3": self.hashes.astype("<u8").tobytes(),
+            "stored": np.array(self.stored, "<u4").tobytes(),
+            "xxh3": np.array(self.hashes, "<u8").tobytes(),
         }
-        if self.extras.any():
-            entry["extras"] = self.extras.astype("<u4").tobytes()
+        if any(map(any, self.extras)):
+            entry["extras"] = np.array(self.extras, "<u4").tobytes()
         if self.row_runs is not None:
             entry["row_runs"] = self.row_runs.astype("<u4").tobytes()
         return entry
@@ -207,20 +213,28 @@ class TensorHeader:
             if type(per_block) is not int or per_block < 1:
                 raise FormatError(f"rows_per_block is {per_block!r:.80}", "bad_field")
             blocks = -(-rows // per_block)
-            shape = (spec.member_count, blocks)
-            count = shape[0] * shape[1]
-            stored = column(entry.get("stored"), "<u4", count, "stored").astype(np.int64)
-            hashes = column(entry.get("xxh3"), "<u8", count, "xxh3")
+            count = spec.member_count * blocks
+            stored = column(entry.get("stored"), "<u4", count, "stored").tolist()
+            hashes = column(entry.get("xxh3"), "<u8", count, "xxh3").tolist()
             # One row counts even where none is stored: shapes must be sane before anything is allocated.
             largest = sum(spec.row_bytes) * max(1, min(per_block, rows))
-            extras: NDArray[np.int64] = np.zeros(count, np.int64)
+            extras = [0] * count
             if "extras" in entry:
-                extras = column(entry["extras"], "<u4", count, "extras").astype(np.int64)
-                largest += int(extras.max(initial=0))
-            if largest > MAX_PLAIN_BLOCK or (count and int(stored.max()) > MAX_PLAIN_BLOCK):
+                extras = column(entry["extras"], "<u4", count, "extras").tolist()
+                largest += max(extras, default=0)
+            if max(largest, *stored, 0) > MAX_PLAIN_BLOCK:
                 raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
-            stored, hashes, extras = stored.reshape(shape), hashes.reshape(shape), extras.reshape(shape)
-            return cls(spec, rows, per_block, stored, hashes, extras, runs)
+            members = [slice(first, first + blocks) for first in range(0, count, max(1, blocks))]
+            members = members or [slice(0, 0)] * spec.member_count
+            return cls(
+                spec,
+                rows,
+                per_block,
+                stored=[stored[member] for member in members],
+                hashes=[hashes[member] for member in members],
+                extras=[extras[member] for member in members],
+                row_runs=runs,
+            )
 
 
 def _row_runs(data: Any, tokens: int) -> NDArray[np.int64]:
@@ -245,7 +259,7 @@ class Header:
 
     def member_sizes(self) -> list[int]:
         """Payload bytes of every member after the header, in order."""
-        return [int(size) for tensor in self.tensors.values() for size in tensor.stored.sum(axis=1)]
+        return [size for tensor in self.tensors.values() for size in map(sum, tensor.stored)]
 
     def pack(self) -> bytes:
         """The bytes of the header member; sets `xxh3`. Raises SampleError above 1 MiB."""

@@ -126,8 +126,8 @@ class _Found:
             "codec": spec.codec.name,
             "params": spec.codec.params(),
             "compression": spec.compression,
-            "stored_bytes": int(tensor.stored.sum()),
-            "blocks": list(tensor.stored.shape),
+            "stored_bytes": sum(map(sum, tensor.stored)),
+            "blocks": [len(tensor.stored), tensor.block_count],
             "rows_stored": tensor.rows,
         }
         if spec.name == "input_ids":

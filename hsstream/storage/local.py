@@ -62,11 +62,11 @@ class LocalStore(ForkAware, Store):
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """A read-only view of [start, stop) of the mapped file, or a copy with `mmap=False`."""
-        path = self._path(name)
-        check_range(str(path), start, stop)
+        path = f"{self.url}/{check_name(name)}"
+        check_range(path, start, stop)
         with typed("read", path):
             if self._use_mmap:
-                return self._view(path, start, stop)
+                return self._view(name, path, start, stop)
             return _pread(path, start, stop)
 
     def create(self, name: str) -> PendingFile:
@@ -117,11 +117,11 @@ class LocalStore(ForkAware, Store):
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
 
-    def _view(self, path: Path, start: int, stop: int) -> memoryview:
-        name, status = path.name, path.stat()
+    def _view(self, name: str, path: str, start: int, stop: int) -> memoryview:
+        status = os.stat(path)  # noqa: PTH116  (several times the speed of Path.stat, once a sample)
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if stop > status.st_size:
-            raise truncated(str(path), stop, status.st_size)
+            raise truncated(path, stop, status.st_size)
         with self._guard:
             known = self._mapped.get(name)
             if known is None or known[0] != identity:
@@ -132,7 +132,7 @@ class LocalStore(ForkAware, Store):
                 self._mapped.popitem(last=False)
         view = known[1][start:stop]
         if len(view) != stop - start:
-            raise truncated(str(path), stop, len(known[1]))
+            raise truncated(path, stop, len(known[1]))
         return view
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,24 +157,24 @@ class _LocalPending(PendingFile):
         self._temp.discard()
 
 
-def _map(path: Path) -> memoryview:
+def _map(path: str) -> memoryview:
     """A view of the whole file; the view keeps the mapping alive after it leaves the cache."""
-    with path.open("rb", buffering=0) as file:
+    with Path(path).open("rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _pread(path: Path, start: int, stop: int) -> memoryview:
-    with path.open("rb", buffering=0) as file:
+def _pread(path: str, start: int, stop: int) -> memoryview:
+    with Path(path).open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if stop > size:
-            raise truncated(str(path), stop, size)
+            raise truncated(path, stop, size)
         view = memoryview(bytearray(stop - start))
         done = 0
         while done < len(view):
             count = os.preadv(file.fileno(), [view[done:]], start + done)
             if count == 0:
-                raise truncated(str(path), stop, start + done)
+                raise truncated(path, stop, start + done)
             done += count
         return view.toreadonly()

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from hsstream.errors import StorageError, StorageFullError
@@ -29,15 +30,22 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
 
-@contextmanager
-def typed(action: str, where: str | Path) -> Iterator[None]:
-    """Turn an OSError from inside into a StorageError that says what was tried and where."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise _translate(error, action, where) from error
+class typed:
+    """A context that turns an OSError from inside into a StorageError that says what was tried and where."""
+
+    __slots__ = ("_action", "_where")
+
+    def __init__(self, action: str, where: str | Path) -> None:
+        self._action, self._where = action, where
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise _translate(error, self._action, self._where) from error
 
 
 def _translate(error: OSError, action: str, where: str | Path) -> StorageError:

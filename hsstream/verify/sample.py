@@ -111,7 +111,7 @@ class _SampleCheck:
         """Every member of a tensor, the first of which begins at byte `at`; where the last one ends."""
         name, tally = tensor.spec.name, _Tally(tensor)
         decoder = _Decoder(tensor) if self._shard.deep and tensor.rows else None
-        sizes = tensor.stored.sum(axis=1).tolist()
+        sizes = list(map(sum, tensor.stored))
         for member, (extension, size) in enumerate(zip(tensor.spec.member_extensions(), sizes, strict=True)):
             place = (f"{self._key}.{extension}", at, size)
             self._tar(self._shard.check_member, place, name)
@@ -122,7 +122,7 @@ class _SampleCheck:
                 tally.check(member, payload, decoder)
             self._tar(self._shard.check_padding, place, name)
             at = member_end(at, size)
-        self._shard.result.blocks += tensor.stored.size
+        self._shard.result.blocks += sum(map(len, tensor.stored))
         for error in tally.errors():
             self._shard.blame(error, self._key, name)
         return at
@@ -212,7 +212,7 @@ class _Tally:
 
     def check(self, member: int, payload: Payload, decoder: _Decoder | None) -> None:
         """All blocks of one member."""
-        for block in range(self._tensor.stored.shape[1]):
+        for block in range(self._tensor.block_count):
             try:
                 if decoder is not None:
                     decoder.check(member, block, payload)
@@ -235,5 +235,5 @@ class _Tally:
 
 def _check_hash(tensor: TensorHeader, member: int, block: int, payload: Payload) -> None:
     first, last = tensor.block_bytes(member, block, block + 1)
-    if digest(payload(first, last)) != int(tensor.hashes[member, block]):
+    if digest(payload(first, last)) != tensor.hashes[member][block]:
         raise CorruptDataError("a block's bytes do not match their hash", "hash_mismatch")

@@ -22,7 +22,7 @@ from benchmark.errors import BenchError
 
 TOOLS = Path(__file__).resolve().parent.parent
 CACHE = TOOLS.parent / ".cache" / "bench"
-FULL_TOKENS, QUICK_TOKENS = 250_000, 30_000
+FULL_TOKENS, QUICK_TOKENS = 120_000, 30_000
 #: Samples in a batch, here and in every loader.
 BATCH = 8
 
