@@ -247,7 +247,8 @@ def seal(plain: PlainRecord) -> Record:
     """Compress and hash the blocks, and write the header. Safe to run in a thread."""
     payloads, tensors = [], {}
     for tensor in plain.tensors:
-        stored = [[store_block(b, tensor.spec.compression) for b in member] for member in tensor.blocks]
+        how = (tensor.spec.compression, tensor.spec.codec.repeats)
+        stored = [[store_block(b, *how) for b in member] for member in tensor.blocks]
         payloads.extend(stored)
         tensors[tensor.spec.name] = TensorHeader(
             tensor.spec,

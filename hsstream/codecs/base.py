@@ -61,6 +61,8 @@ class Codec(ABC):
     scaled: ClassVar[bool]
     """Whether every vector has a float32 scale."""
     default_compression: ClassVar[str]
+    repeats: ClassVar[bool] = False
+    """Whether sequences of stored bytes come again, as in ids and masks: then matches are worth a search."""
 
     @abstractmethod
     def params(self) -> dict[str, int | float | str]:
