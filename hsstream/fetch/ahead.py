@@ -14,8 +14,9 @@ from hsstream.fetch.remote import RemoteFetcher
 from hsstream.fetch.request import Request
 from hsstream.stats import Clock
 
-#: The first group is small, so that the first batch need not wait for what a later one is joined with.
-FIRST_GROUP_BYTES = 16 << 20
+#: The first group is the first job alone, so that its batch need not wait for what a later one is joined
+#: with; the second has this many bytes, each further one twice as many.
+SECOND_GROUP_BYTES = 16 << 20
 
 Job = TypeVar("Job")
 
@@ -23,22 +24,28 @@ Job = TypeVar("Job")
 class Fetcher(Generic[Job]):
     """`SampleBytes` for job after job.
 
-    Remote samples are planned in groups of about half the limit, within which neighbours are joined;
-    another group is planned when less than half the limit of planned bytes waits to be read.
+    Remote samples are planned in groups of up to half the limit, within which neighbours are joined;
+    further groups are planned while less than half the limit of planned bytes waits to be read: the link
+    has work until the next call, which may come late (the first batch is decoded slowly).
     """
 
     def __init__(self, jobs: Iterable[tuple[Job, list[Request]]], limit: int, clock: Clock) -> None:
         self._jobs = iter(jobs)
         self._limit, self._clock = limit, clock
-        self._group_bytes = min(FIRST_GROUP_BYTES, limit // 2)
+        self._group_bytes = 0
         self._ready: deque[tuple[Job, list[SampleBytes]]] = deque()
         self._remote: RemoteFetcher | None = None
 
     def next(self) -> tuple[Job, list[SampleBytes]] | None:
         """The next job and its bytes, which may be on their way; None at the end. Does not wait."""
-        if not self._ready or (self._remote is not None and self._remote.wants_more()):
-            self._plan()
+        first = self._remote is None
+        more = True
+        while more and (not self._ready or (not first and self._wants_more())):
+            more = self._plan()
         return self._ready.popleft() if self._ready else None
+
+    def _wants_more(self) -> bool:
+        return self._remote is not None and self._remote.wants_more()
 
     @property
     def held(self) -> int:
@@ -50,8 +57,8 @@ class Fetcher(Generic[Job]):
         if self._remote is not None:
             self._remote.close()
 
-    def _plan(self) -> None:
-        """Take another group of jobs; a single one while all is local."""
+    def _plan(self) -> bool:
+        """Take another group of jobs, a single one while all is local; whether there was any."""
         group: list[tuple[Job, list[Request]]] = []
         nbytes = 0
         while not group or (self._remote is not None and nbytes < self._group_bytes):
@@ -62,9 +69,10 @@ class Fetcher(Generic[Job]):
             nbytes += sum(request.nbytes for request in entry[1])
             if self._remote is None and not all(request.store.local for request in entry[1]):
                 self._remote = RemoteFetcher(self._limit, self._clock)
-        self._group_bytes = min(2 * self._group_bytes, self._limit // 2)
+        self._group_bytes = min(max(2 * self._group_bytes, SECOND_GROUP_BYTES), self._limit // 2)
         found = iter(self._bytes_of([request for _, wanted in group for request in wanted]))
         self._ready.extend((job, [next(found) for _ in wanted]) for job, wanted in group)
+        return bool(group)
 
     def _bytes_of(self, requests: list[Request]) -> list[SampleBytes]:
         far = [request for request in requests if not request.store.local]

@@ -112,7 +112,7 @@ class RemoteFetcher:
         self._changed = threading.Condition(self.lock)
         self._queue = ReadQueue(limit)
         self._half = max(1, limit // 2)
-        self._most = min(CHUNK_BYTES, max(SMALLEST_CHUNK, limit // 8))
+        self._chunk = min(CHUNK_BYTES, max(SMALLEST_CHUNK, limit // 8))
         self._open: dict[int, RemoteBytes] = {}
         self._stores: dict[Store, Store] = {}
         self.closed = False
@@ -178,7 +178,7 @@ class RemoteFetcher:
 
     def _plan(self, group: _Group) -> None:
         """Queue the reads of a group whose headers are here."""
-        found = group_reads(group.requests, group.headers, self._most)
+        found = group_reads(group.requests, group.headers, self._most(group))
         with self.lock:
             reads = []
             for each in found:
@@ -192,6 +192,14 @@ class RemoteFetcher:
             here = [sample for sample in group.samples if _counted(sample)]
         for sample in here:
             sample.arrive()
+
+    def _most(self, group: _Group) -> int:
+        """Bytes of a read. The first group takes all connections: those of later groups share the link, and
+        the loop waits."""
+        if group.first > 0:
+            return self._chunk
+        part = sum(request.nbytes for request, _ in group.requests) // len(self._threads)
+        return min(self._chunk, max(SMALLEST_CHUNK, part))
 
     def _plan_or_fail(self, group: _Group) -> None:
         """In a thread of this fetcher: whatever goes wrong, nobody shall wait for the group for ever."""

@@ -308,6 +308,39 @@ def test_what_is_held_stays_under_the_limit_and_ahead_of_use(tmp_path: Path) -> 
     assert size < most <= limit + 10 * overhead
 
 
+def test_the_link_has_work_before_the_first_batch_is_taken(tmp_path: Path) -> None:
+    """Decoding the first batch may take long: what is planned before it must last."""
+    write_exact(tmp_path, [50] * 40, shard_samples=40)
+    catalog = far_catalog(tmp_path)
+    size = int(catalog.first.index.table.sizes[0].sum())
+    for limit, least, most in ((1 << 30, 40, 40), (20 * size, 10, 20)):
+        made = Fetcher(jobs_of(catalog, 40), limit, Clock())
+        try:
+            first = [made.next(), made.next()]
+            assert None not in first
+            assert least <= 2 + len(made._ready) <= most
+        finally:
+            made.close()
+
+
+def test_the_first_job_is_read_by_all_connections(tmp_path: Path) -> None:
+    write_exact(tmp_path, [3_000] * 4, shape={"hidden": 512}, codec="raw", compression="none")
+    catalog = far_catalog(tmp_path)
+    store: Any = catalog.first.store
+    made = Fetcher(jobs_of(catalog, 4), 1 << 30, Clock())
+    try:
+        for _, (got,) in taken(made):
+            got.member(1)(0, 1)
+            got.release()
+    finally:
+        made.close()
+    size = int(catalog.first.index.table.spans[0])
+    lengths = sorted((start, stop - start) for _, start, stop in store.ranges)
+    first = [length for start, length in lengths if start < size]
+    assert len(first) >= 8
+    assert max(length for _, length in lengths) > 4 * max(first)
+
+
 def test_closing_drops_what_was_not_begun_and_leaves_no_thread(tmp_path: Path) -> None:
     write_exact(tmp_path, [50] * 40, shard_samples=1)
     catalog = far_catalog(tmp_path)
