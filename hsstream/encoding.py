@@ -248,7 +248,10 @@ def seal(plain: PlainRecord) -> Record:
     payloads, tensors = [], {}
     for tensor in plain.tensors:
         how = (tensor.spec.compression, tensor.spec.codec.repeats)
-        stored = [[store_block(b, *how) for b in member] for member in tensor.blocks]
+        stored = [
+            [store_block(b, *how, extra) for b, extra in zip(blocks, extras, strict=True)]
+            for blocks, extras in zip(tensor.blocks, tensor.extras, strict=True)
+        ]
         payloads.extend(stored)
         tensors[tensor.spec.name] = TensorHeader(
             tensor.spec,

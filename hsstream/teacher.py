@@ -4,7 +4,7 @@ In: `last_hidden_state` [S, H] after the final norm, and the model's own `lm_hea
 `target_topk_ids` and `target_topk_logits` [S, K], `target_logsumexp` [S], and, with a draft vocabulary,
 the top K inside it and `target_draft_logsumexp` [S] as well. With the log-sum-exp the mass outside the
 top K is known, so a loss need not pretend that it is zero. Refused with SampleError: a head of another
-width, K above the vocabulary, a draft vocabulary outside the target's.
+width or vocabulary, K above the vocabulary, a draft vocabulary outside the target's.
 
 The draft vocabulary is EAGLE-3's `d2t`: entry i holds the offset that leads from draft id i to the
 target's id i + d2t[i].
@@ -68,9 +68,18 @@ class TopKTeacher:
         """The tensors of a sample with the sparse teacher added, `last_hidden_state` left out or kept."""
         if "last_hidden_state" not in tensors:
             raise SampleError("a top-k teacher is computed from last_hidden_state, which is missing")
+        self._check_ids(tensors.get("input_ids"))
         last = torch.as_tensor(tensors["last_hidden_state"])
         kept = {n: v for n, v in tensors.items() if self.keep_last or n != "last_hidden_state"}
         return kept | self.targets(last)
+
+    def _check_ids(self, input_ids: Any) -> None:
+        largest = -1 if input_ids is None else int(torch.as_tensor(input_ids).max())
+        if largest >= self.lm_head.shape[0]:
+            raise SampleError(
+                f"input_ids go up to {largest}, the lm_head has {self.lm_head.shape[0]} rows: "
+                "it belongs to another model"
+            )
 
     @torch.no_grad()
     def targets(self, last_hidden_state: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -334,7 +334,12 @@ def _check_arguments(
 
 
 def _with_draft_vocabulary(model: ModelInfo | None, teacher: TopKTeacher | None) -> ModelInfo | None:
-    if teacher is None or teacher.draft_vocab_hash is None:
+    if teacher is None:
+        return model
+    size, rows = model.vocab_size if model else None, teacher.lm_head.shape[0]
+    if size is not None and size > rows:
+        raise SampleError(f"the model has a vocabulary of {size}, the teacher's lm_head has {rows} rows")
+    if teacher.draft_vocab_hash is None:
         return model
     return replace(model or ModelInfo(), draft_vocab_hash=teacher.draft_vocab_hash)
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from extraction.errors import ExtractError
 
 import hsstream as hs
+from hsstream.cli.arguments import codec
 
 if TYPE_CHECKING:
     from extraction.job import Job, Run
@@ -95,10 +96,11 @@ def _store_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--codec",
-        type=_codec,
+        type=codec,
         default="fp8",
-        help="a codec, or NAME=CODEC,NAME=CODEC (%(default)s)",
+        help="preset, codec, or aux=CODEC,last=CODEC (%(default)s)",
     )
+    add("--top-k", type=_positive, default=64, help="logits that the preset sparse keeps (%(default)s)")
     add("--compression", choices=("lz4", "zstd", "none"), help="default: what suits the codec")
     add("--shard-mb", type=_positive, default=1024, help="size of a shard in MiB (%(default)s)")
     add("--name", help="prefix of the shards (default: hs, or hs-pI with --part)")
@@ -110,15 +112,6 @@ def _ints(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected layer ids such as 1,14,26, got {text!r}") from None
-
-
-def _codec(text: str) -> str | dict[str, str]:
-    pairs = [part.split("=") for part in text.split(",")]
-    if pairs == [[text]]:
-        return text
-    if any(len(pair) != 2 for pair in pairs):
-        raise argparse.ArgumentTypeError(f"expected CODEC or NAME=CODEC,NAME=CODEC, got {text!r}")
-    return {pair[0]: pair[1] for pair in pairs}
 
 
 def _positive(text: str) -> int:
@@ -191,6 +184,7 @@ def _job(args: argparse.Namespace) -> Job:
         shard_bytes=args.shard_mb << 20,
         name=args.name or (f"hs-p{index}" if count > 1 else "hs"),
         part=args.part,
+        top_k=args.top_k,
     )
 
 

@@ -124,6 +124,12 @@ def _check(samples: Sequence[Sample], states: Sequence[str], teacher: Teacher | 
     if teacher.lm_head.ndim != 2 or teacher.lm_head.shape[1] != width:
         found = list(teacher.lm_head.shape)
         raise SampleError(f"the lm_head is {found}, the states are {width} wide: is it this model's head?")
+    largest = max((int(s.tensors["input_ids"].max()) for s in samples if "input_ids" in s.tensors), default=0)
+    if largest >= len(teacher.lm_head):
+        found = list(teacher.lm_head.shape)
+        raise SampleError(
+            f"the lm_head is {found}, the token ids go up to {largest}: is it this model's head?"
+        )
 
 
 def _measure(

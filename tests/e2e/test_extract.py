@@ -15,6 +15,7 @@ from tiny_model import CHAT, ROOT, TEXTS, make_model, make_source, make_tokenize
 from tiny_model import run_extract as run
 
 import hsstream as hs
+from hsstream.sample import HIDDEN_STATES
 
 # tiny_model puts tools/ on the path
 import extract  # isort: skip
@@ -166,3 +167,23 @@ def test_a_real_model_from_its_package(tmp_path: Path) -> None:
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     difference = found.float() - expected.float()
     return float(difference.norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("codec", ["lossless", "balanced", "sparse", "aux=small,last=fine"])
+def test_presets_are_codecs(codec: str, model_dir: Path, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--codec", codec, "--top-k", "5", "--dtype", "bfloat16"]
+    assert run(model_dir, source, out, *options) == 0
+    schema = hs.ShardReader(out).index.info.schema.by_name
+    aux, last = (schema[name].codec if name in schema else None for name in HIDDEN_STATES)
+    if codec == "sparse":
+        assert last is None
+        assert schema["target_topk_ids"].trailing == (5,)
+        assert aux is not None
+        assert aux.params()["error"] == 0.25
+    elif codec == "lossless":
+        assert aux is not None
+        assert aux.name == "planes"
+    else:
+        assert last is not None
+        assert last.params()["error"] == (0.05 if codec == "balanced" else 0.02)

@@ -43,6 +43,11 @@ def fails(capsys: pytest.CaptureFixture[str], code: int, expected: int) -> str:
         (["--layers", "1,8"], "ids from 0 to 7"),
         (["--layers", "1,1"], "distinct"),
         (["--codec", "zip"], "unknown codec 'zip'"),
+        (["--codec", "zip"], "or a preset: lossless, fp8, fine, balanced, small, sparse"),
+        (["--codec", "aux=b=c"], "unknown codec"),
+        (["--codec", "bounded:1.5"], "at most 1"),
+        (["--codec", "aux=bounded:0"], "above 0"),
+        (["--codec", "sparse", "--last-norm", "pre"], "they need --last-norm post"),
         (["--chat-template", "/nowhere"], "/nowhere"),
         (["--name", "a/b"], "a/b"),
     ],
@@ -58,7 +63,7 @@ def test_bad_calls_end_with_one_line(
     assert said in fails(capsys, run(model_dir, source, tmp_path / "out", *options), 2)
 
 
-@pytest.mark.parametrize("option", ["--batch-size=0", "--layers=one", "--part=2/2", "--codec=a=b=c"])
+@pytest.mark.parametrize("option", ["--batch-size=0", "--layers=one", "--part=2/2"])
 def test_options_that_cannot_be_read_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         extract.main(["--model", "m", "--out", "o", option, "source"])

@@ -119,3 +119,14 @@ def test_codes_are_left_to_the_entropy_coder_and_texts_to_matches() -> None:
             sizes[name, repeats] = len(stored)
     assert sizes["codes", False] < sizes["codes", True]
     assert sizes["text", True] <= sizes["text", False]
+
+
+def test_a_tail_of_other_bytes_has_a_code_of_its_own() -> None:
+    draw = random.Random(0)
+    codes = bytes(round(draw.gauss(0, 1)) & 7 for _ in range(100_000))
+    tail = draw.randbytes(5_000)
+    apart = store_block(codes + tail, "zstd", repeats=False, tail=len(tail))
+    together = store_block(codes + tail, "zstd", repeats=False)
+    assert len(apart) < len(together)
+    for stored in (apart, together):
+        assert load_block(memoryview(stored), digest(stored), 105_000, "zstd") == codes + tail

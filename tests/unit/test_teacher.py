@@ -80,6 +80,23 @@ def test_a_head_of_another_width_is_refused() -> None:
         hs.TopKTeacher(torch.zeros(4))
 
 
+def test_a_head_of_another_vocabulary_is_refused(tmp_path: Any) -> None:
+    small = hs.TopKTeacher(head()[: S - 1], k=2)
+    with pytest.raises(hs.SampleError, match="input_ids go up to 36, the lm_head has 36 rows"):
+        write(tmp_path / "a", codec="sparse", teacher=small)
+    with pytest.raises(hs.SampleError, match="a vocabulary of 50, the teacher's lm_head has 36 rows"):
+        hs.ShardWriter(tmp_path / "b", teacher=small, model=hs.ModelInfo(vocab_size=50))
+    padded = hs.TopKTeacher(head(), k=2)  # heads often have more rows than the tokenizer has ids
+    write(tmp_path / "c", codec="sparse", teacher=padded, model=hs.ModelInfo(vocab_size=V - 1))
+
+
+def test_logits_are_compressed_by_zstd(tmp_path: Any) -> None:
+    write(tmp_path, codec="sparse", teacher=hs.TopKTeacher(head(), k=4))
+    stored = {spec.name: spec.compression for spec in hs.ShardReader(tmp_path).index.info.schema.tensors}
+    assert stored["target_topk_ids"] == stored["target_topk_logits"] == "zstd"
+    assert stored["target_logsumexp"] == "lz4"
+
+
 def write(root: Any, **options: Any) -> None:
     tensors = {
         "input_ids": torch.arange(S),

@@ -50,6 +50,7 @@ class Job:
     shard_bytes: int = 1 << 30
     name: str = "hs"
     part: tuple[int, int] = (0, 1)
+    top_k: int = 64
 
 
 @dataclass
@@ -72,7 +73,7 @@ def run_job(job: Job, progress: Progress) -> Run:
     )
     run = Run(job, progress, Counts(), tokenizing.dropped)
     stream = windows(_part(job, _limited(job, tokenizing.samples(files))), job.window)
-    check_codec(job.codec)
+    check_codec(job.codec, job.last_norm)
     first = next(stream, None)
     if first is None:
         raise ExtractError(f"no tokens in {', '.join(job.sources)}: nothing to extract")
@@ -81,7 +82,7 @@ def run_job(job: Job, progress: Progress) -> Run:
     check_space(job.out, run.counts.total_tokens, len(layers) + 1, hidden, job.codec, job.dtype)
     captured = captures.Capture(job.model.load(job.dtype, job.device), layers, job.last_norm)
     info = target.model_info(job.model, tokenizer, captured.model, captured)
-    with _writer(job, info) as writer:
+    with _writer(job, info, _teacher(job, captured.model)) as writer:
         stored = StoredBytes(job.out, job.name)
         run.counts.restart()
         for window in chain([first], stream):
@@ -144,7 +145,18 @@ class _Projection:
         return max(total // self.job.part[1], 1)
 
 
-def _writer(job: Job, info: hs.ModelInfo) -> hs.ShardWriter:
+def _teacher(job: Job, model: Any) -> hs.TopKTeacher | None:
+    """The model's own head, for the preset that keeps logits in place of the last state."""
+    if job.codec != "sparse":
+        return None
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ExtractError("--codec sparse: this model has no output head")
+    weight = head.weight.detach()
+    return hs.TopKTeacher(weight, min(job.top_k, len(weight)))
+
+
+def _writer(job: Job, info: hs.ModelInfo, teacher: hs.TopKTeacher | None) -> hs.ShardWriter:
     try:
         return hs.ShardWriter(
             job.out,
@@ -155,6 +167,7 @@ def _writer(job: Job, info: hs.ModelInfo) -> hs.ShardWriter:
             name=job.name,
             commit=job.part[1] == 1,
             on_nonfinite=job.on_bad,
+            teacher=teacher,
         )
     except ValueError as error:
         if isinstance(error, hs.HsStreamError):

@@ -10,9 +10,13 @@ import hsstream as hs
 from extraction.errors import ExtractError, SpaceError
 from extraction.progress import human_bytes
 from hsstream.codecs import parse_codec
+from hsstream.presets import PRESETS, codec_for
+from hsstream.sample import HIDDEN_STATES
 
 #: Stored bytes per value, never less than what real states take (scales, ids and index included).
 _BYTES_PER_VALUE = {"raw": 2.05, "planes": 1.9, "fp8": 1.06, "bounded": 0.85}
+#: Of the 64 largest logits of a token.
+_TOP_K_BYTES = 400
 
 #: Room to leave for the file system, the index and the manifest.
 _MARGIN = 64 << 20
@@ -23,22 +27,24 @@ def state_bytes(tokens: int, vectors: int, hidden: int) -> int:
     return tokens * vectors * hidden * 2
 
 
-def check_codec(codec: str | Mapping[str, str]) -> None:
+def check_codec(codec: str | Mapping[str, str], last_norm: str = "post") -> None:
     """Refuse an unknown codec now, not when the first sample is written."""
-    for spec in [codec] if isinstance(codec, str) else codec.values():
-        try:
-            parse_codec(spec)
-        except hs.SampleError as error:
-            raise ExtractError(f"--codec: {error}") from error
+    if codec == "sparse" and last_norm != "post":
+        raise ExtractError("--codec sparse keeps the largest logits: they need --last-norm post")
+    try:
+        for name in HIDDEN_STATES:
+            parse_codec(codec_for(name, codec))
+    except hs.SampleError as error:
+        raise ExtractError(f"--codec: {error}, or a preset: {', '.join(PRESETS)}") from error
 
 
 def projected_bytes(
     tokens: int, vectors: int, hidden: int, codec: str | Mapping[str, str], dtype: str
 ) -> int:
     """An upper bound of what `tokens` tokens will take on disk."""
-    specs = [codec] if isinstance(codec, str) else list(codec.values())
-    per_value = max(_bytes_per_value(spec, dtype) for spec in specs)
-    return int(tokens * vectors * hidden * per_value)
+    aux, last = (_bytes_per_value(codec_for(name, codec), dtype) for name in HIDDEN_STATES)
+    teacher = _TOP_K_BYTES if codec == "sparse" else hidden * last
+    return int(tokens * ((vectors - 1) * hidden * aux + teacher))
 
 
 def _bytes_per_value(spec: str, dtype: str) -> float:
