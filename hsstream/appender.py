@@ -59,11 +59,15 @@ class _Bytes:
             self._changed.notify_all()
 
 
-_Item = tuple["Future[Record]", SampleFacts, int]
+#: A record below this is handed over with its neighbours, once they are so many bytes: waking two threads
+#: takes longer than sealing and appending it.
+SMALL_BYTES, GATHERED_BYTES = 1 << 20, 8 << 20
+
+_Item = tuple["Future[Record] | PlainRecord", SampleFacts, int]
 
 
 class Appender:
-    """Owns the threads and the shard being written."""
+    """Owns the threads and the shard being written. One thread at a time may call it."""
 
     def __init__(
         self,
@@ -78,7 +82,9 @@ class Appender:
         self._store, self._info, self._names = store, info, names
         self._limits, self._writer = limits, writer
         self._budget = _Bytes(queue_bytes)
-        self._items: queue.SimpleQueue[_Item | Future[None] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[list[_Item] | Future[None] | None] = queue.SimpleQueue()
+        self._gathered: list[_Item] = []
+        self._gathered_bytes, self._most_gathered = 0, min(GATHERED_BYTES, queue_bytes // 4)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-seal")
         self._pending: PendingFile | None = None
         self._builder: ShardBuilder | None = None
@@ -91,9 +97,22 @@ class Appender:
     def put(self, plain: PlainRecord, facts: SampleFacts) -> None:
         """Queue one record; waits while the bytes in flight are over the limit."""
         nbytes = plain.nbytes
+        small = nbytes < min(SMALL_BYTES, self._most_gathered)
+        if not small or self._gathered_bytes + nbytes > self._most_gathered:
+            self._hand_over()
         self._budget.take(nbytes, lambda: self.failure is not None)
         self.check()
-        self._items.put((self._pool.submit(seal, plain), facts, nbytes))
+        if small:
+            self._gathered.append((plain, facts, nbytes))
+            self._gathered_bytes += nbytes
+        else:
+            self._items.put([(self._pool.submit(seal, plain), facts, nbytes)])
+
+    def _hand_over(self) -> None:
+        """Queue the small records that were gathered."""
+        if self._gathered:
+            self._items.put(self._gathered)
+            self._gathered, self._gathered_bytes = [], 0
 
     def check(self) -> None:
         """Raise the failure of a thread, if there was one."""
@@ -103,12 +122,14 @@ class Appender:
     def seal(self) -> None:
         """Append what is queued and seal the shard, however small; then `check`."""
         done: Future[None] = Future()
+        self._hand_over()
         self._items.put(done)
         done.result()
         self.check()
 
     def end(self) -> None:
         """Let the thread seal what is queued and end, without waiting for it."""
+        self._hand_over()
         self._items.put(None)
 
     def finish(self) -> None:
@@ -124,16 +145,21 @@ class Appender:
                 self._try_seal()
                 item.set_result(None)
                 continue
-            record, facts, nbytes = item
-            try:
-                if self.failure is None:
-                    self._append(record.result(), facts)
-            except BaseException as error:  # noqa: BLE001  (kept for the caller's thread, whatever it is)
-                self._fail(error)
-            finally:
-                self._budget.give(nbytes)
+            for entry in item:
+                self._take(*entry)
+            # Or the last record would stay in memory until the next one comes.
+            del item, entry
         if self._builder is not None:
             self._try_seal()
+
+    def _take(self, record: Future[Record] | PlainRecord, facts: SampleFacts, nbytes: int) -> None:
+        try:
+            if self.failure is None:
+                self._append(seal(record) if isinstance(record, PlainRecord) else record.result(), facts)
+        except BaseException as error:  # noqa: BLE001  (kept for the caller's thread, whatever it is)
+            self._fail(error)
+        finally:
+            self._budget.give(nbytes)
 
     def _fail(self, error: BaseException) -> None:
         # What is in the shard is whole, whatever happened to this record: seal it before reporting.

@@ -30,15 +30,36 @@ END_BYTES = 2 * TAR_BLOCK
 MAGIC = b"HSSINDEX"
 #: magic, payload bytes of the index member, length and xxh3-64 of the msgpack it begins with.
 FOOTER = struct.Struct("<8sQQQ")
+#: Parts of a sample are written as one up to here.
+JOINED_BYTES = 1 << 20
 #: What one ranged read of the tail asks for: enough for the index of some thousands of samples.
 TAIL_BYTES = 256 << 10
 
 
-def tar_header(name: str, size: int) -> bytes:
-    """The 512-byte ustar header of a member; the same bytes for the same name and size."""
+def _tar_header(name: str, size: int) -> bytes:
     info = tarfile.TarInfo(name)
     info.size, info.mode = size, 0o644
     return info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
+
+
+#: A header without name, size and checksum, around those fields; and what it adds to the checksum.
+_EMPTY = _tar_header("", 0)
+_BETWEEN, _MTIME, _BEHIND = _EMPTY[100:124], _EMPTY[136:148], _EMPTY[156:]
+_BASE_SUM = sum(_BETWEEN + _MTIME + _BEHIND) + 8 * ord(" ")
+
+
+def tar_header(name: str, size: int) -> bytes:
+    """The 512-byte ustar header of a member; the same bytes for the same name and size.
+
+    They are tarfile's, which takes as long for one as writing a small member does: only what differs from
+    header to header is made here.
+    """
+    text = name.encode("ascii")
+    if len(text) > 100 or not 0 <= size < 8 << 30:
+        return _tar_header(name, size)
+    digits = b"%011o\0" % size
+    checksum = b"%06o\0 " % (_BASE_SUM + sum(text) + sum(digits))
+    return b"".join((text.ljust(100, b"\0"), _BETWEEN, digits, _MTIME, checksum, _BEHIND))
 
 
 class ShardBuilder:
@@ -68,8 +89,10 @@ class ShardBuilder:
         payloads: list[list[Buffer]] = [[record.header_bytes], *record.payloads]
         sizes = [sum(len(piece) for piece in pieces) for pieces in payloads]
         try:
+            parts: list[Buffer] = []
             for extension, pieces, size in zip(self._info.schema.extensions, payloads, sizes, strict=True):
-                self._member(f"{facts.key}.{extension}", pieces, size)
+                parts += _member(f"{facts.key}.{extension}", pieces, size)
+            self._write(parts)
         except BaseException:
             self._cut(offset)
             raise
@@ -119,24 +142,26 @@ class ShardBuilder:
         total = -(-least // RECORD_BYTES) * RECORD_BYTES
         payload = total - self.nbytes - TAR_BLOCK - END_BYTES
         fill = bytes(payload - len(index) - FOOTER.size)
-        self._member(INDEX_NAME, [index, fill, FOOTER.pack(MAGIC, payload, len(index), xxh3)], payload)
-        self._write(bytes(END_BYTES))
+        pieces: list[Buffer] = [index, fill, FOOTER.pack(MAGIC, payload, len(index), xxh3)]
+        self._write([*_member(INDEX_NAME, pieces, payload), bytes(END_BYTES)])
         return table, xxh3
-
-    def _member(self, name: str, pieces: list[Buffer], size: int) -> None:
-        self._write(tar_header(name, size))
-        for piece in pieces:
-            self._write(piece)
-        self._write(bytes(-size % TAR_BLOCK))
 
     def _cut(self, offset: int) -> None:
         self._file.seek(offset)
         self._file.truncate()
         self.nbytes = offset
 
-    def _write(self, data: Buffer) -> None:
-        self._file.write(data)
-        self.nbytes += len(data)
+    def _write(self, parts: list[Buffer]) -> None:
+        """All parts; small ones in one piece, since each write has its price."""
+        size = sum(map(len, parts))
+        for part in [b"".join(parts)] if size < JOINED_BYTES else parts:
+            self._file.write(part)
+        self.nbytes += size
+
+
+def _member(name: str, pieces: list[Buffer], size: int) -> list[Buffer]:
+    """Header, payload and padding of one member."""
+    return [tar_header(name, size), *pieces, bytes(-size % TAR_BLOCK)]
 
 
 @dataclass

@@ -1,14 +1,16 @@
 """torch.save files, without running what is in them. The door to `torch.load`.
 
-In: a path, plain or gzipped. Out: what was saved: a dict or list of tensors, text and numbers. Refused
-with SourceError: anything else in the pickle (nothing of it is ever executed), broken or cut archives, a
-gzip file that grows past what hidden states can be packed, tensors that claim more than the file holds.
+In: a path, plain or gzipped. Out: what was saved: a dict or list of tensors, text and numbers. Small files
+are read whole, and without torch.load where they are of the usual kind. Refused with SourceError: anything
+else in the pickle (nothing of it is ever executed), broken or cut archives, a gzip file that grows past what
+hidden states can be packed, tensors that claim more than the file holds.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import os
 import pickle
 import re
 import zlib
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from hsstream.errors import SourceError
+from hsstream.sources.archive import read_archive
 from hsstream.sources.files import utf8
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -26,6 +29,8 @@ ZIP_MAGIC = b"PK\x03\x04"
 MAX_RATIO, FREE_BYTES = 64, 256 << 20
 #: A tensor may be spread over a smaller storage (a mask saved as an expanded scalar) up to this size.
 SPREAD_BYTES = 16 << 20
+#: Up to this size reading a file costs no more than mapping it.
+SMALL_BYTES = 8 << 20
 _PIECE = 4 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -41,6 +46,9 @@ def load_torch(path: Path, mapped: bool = True) -> Any:
     try:
         if path.suffix == ".gz":
             return _checked(_load(_inflated(path), False))
+        whole = _small_archive(path)
+        if whole is not None and (found := read_archive(whole)) is not None:
+            return _checked(found)
         with path.open("rb") as file:
             archive = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
         # What torch wrote before 1.6 is no archive, and cannot be mapped.
@@ -62,6 +70,16 @@ def load_dict(path: Path, mapped: bool = True) -> dict[str, Any]:
 
 def _load(file: str | io.BytesIO, mapped: bool) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def _small_archive(path: Path) -> bytearray | None:
+    """The bytes of a small archive."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if not len(ZIP_MAGIC) < size <= SMALL_BYTES:
+            return None
+        data = bytearray(size)
+        return data if file.readinto(data) == size and data.startswith(ZIP_MAGIC) else None
 
 
 def _inflated(path: Path) -> io.BytesIO:

@@ -65,6 +65,12 @@ def readable(root: Path) -> dict[str, Tensors]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small records take another way; here all take the one of large ones."""
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", 0)
+
+
 @pytest.fixture
 def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, threading.Event]]:
     """Sealing a record waits for the gate of its key; keys without one pass."""
@@ -173,6 +179,69 @@ def test_a_failure_seals_what_came_before_and_drops_what_comes_after(
     assert list(readable(tmp_path)) == ["s0", "s1"]
     assert list(appender.sealed.shards) == ["a-000000.tar"]
     assert [path.name for path in tmp_path.iterdir()] == ["a-000000.tar"]
+
+
+def test_small_records_are_handed_over_together_and_keep_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = plain("s0")[0].nbytes
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", size + 1)
+    appender = started(LocalStore(tmp_path), queue_bytes=8 * size)
+    queued = appender._items
+    monkeypatch.setattr(appender, "_items", Recorded(queued))
+    put_all(appender, ["s0", "s1", "s2"])
+    assert appender._items.seen == [["s0", "s1"]]
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", size)
+    put_all(appender, ["s3"])
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", size + 1)
+    put_all(appender, ["s4"])
+    appender.seal()
+    assert appender._items.seen == [["s0", "s1"], ["s2"], ["s3"], ["s4"]]
+    assert list(readable(tmp_path)) == ["s0", "s1", "s2", "s3", "s4"]
+    put_all(appender, ["s5"])
+    appender.finish()
+    assert list(readable(tmp_path)) == list(SAMPLES)
+
+
+class Recorded:
+    """A queue that remembers the keys it was given together."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.seen: list[list[str]] = []
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, list):
+            self.seen.append([facts.key for _, facts, _ in item])
+        self._queue.put(item)
+
+    def get(self) -> Any:
+        return self._queue.get()
+
+
+@pytest.mark.parametrize("bad", ["s0", "s2"])
+def test_a_small_record_that_fails_drops_only_what_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", 1 << 20)
+    seal = appender_module.seal
+
+    def failing(record: PlainRecord) -> Any:
+        if record.key == bad:
+            raise SampleError("spoilt")
+        return seal(record)
+
+    monkeypatch.setattr(appender_module, "seal", failing)
+    appender = started(LocalStore(tmp_path))
+    put_all(appender, ["s0", "s1", "s2", "s3"])
+    with pytest.raises(SampleError, match="spoilt"):
+        appender.seal()
+    with pytest.raises(SampleError, match="spoilt"):
+        put_all(appender, ["s4"])
+    with pytest.raises(SampleError, match="spoilt"):
+        appender.finish()
+    kept = readable(tmp_path) if any(tmp_path.iterdir()) else {}
+    assert list(kept) == ["s0", "s1", "s2", "s3"][: int(bad[1])]
 
 
 def test_an_error_that_is_not_ours_comes_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,18 @@ def test_tar_headers_depend_on_name_and_size_alone() -> None:
     assert tarfile.TarInfo.frombuf(tar_header(longest, 8 * 2**30 - 1), "ascii", "strict").name == longest
 
 
+def test_tar_headers_are_those_of_tarfile() -> None:
+    for name, size in (("a.b", 0), ("s0.input_ids.bin", 1234), ("k" * 100, 8 * 2**30 - 1), ("k" * 99, 511)):
+        entry = tarfile.TarInfo(name)
+        entry.size = size
+        assert tar_header(name, size) == entry.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict")
+
+
+def test_a_tar_header_refuses_what_ustar_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="overflow"):
+        tar_header("a.b", 8 * 2**30)
+
+
 def test_an_empty_shard_has_an_index_too() -> None:
     assert len(index_of(build(())).table) == 0
 
@@ -89,8 +101,12 @@ def test_a_failed_write_is_cut_back_to_the_last_whole_sample() -> None:
     for number, sample in enumerate(records):
         record = seal(encode(sample, INFO.schema))
         if number == 1:
-            full = mock.patch.object(file, "write", side_effect=[3, OSError(28, "full")], create=True)
-            with full, pytest.raises(OSError, match="full"):
+
+            def some(data: bytes) -> int:
+                io.BytesIO.write(file, bytes(data)[:700])
+                raise OSError(28, "full")
+
+            with mock.patch.object(file, "write", some, create=True), pytest.raises(OSError, match="full"):
                 builder.append(record, facts_of(sample))
         builder.append(record, facts_of(sample))
         assert file.tell() == builder.nbytes
