@@ -4,6 +4,7 @@
     python tools/bench.py write           the writer, and how much it slows an extraction loop
     python tools/bench.py remote          over HTTP and S3 behind a link of limited speed
     python tools/bench.py codec           bytes, speed and error of every codec
+    python tools/bench.py pack            packing 10,000 small files, against reading them
     python tools/bench.py plan            the order of an epoch of a million samples
 
 The data are real hidden states, extracted once and kept under .cache/bench (`--quick`: fewer of them). Other

@@ -96,6 +96,12 @@ def test_plan(bench: Bench) -> None:
     assert all(row["ratio"]["median"] > 0 and row["batches"] > 0 for row in rows)
 
 
+def test_pack(bench: Bench) -> None:
+    rows = bench("pack")["tables"]["pack"]["rows"]
+    assert all(row["wall"]["median"] > 0 and row["files_per_s"] > 0 for row in rows)
+    assert [row["runs"][0]["files"] for row in rows] == [40, 40]
+
+
 @pytest.mark.services
 def test_remote(bench: Bench, nginx: Nginx, ceph: Ceph) -> None:
     # The fixtures see to it that the servers are installed; the benchmark starts its own.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark import codec, plan, plot, read, remote, write
+from benchmark import codec, pack, plan, plot, read, remote, write
 from benchmark.errors import BenchError
 from benchmark.loaders import chosen
 from benchmark.report import Report
@@ -45,6 +45,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         ("write", "the writer, and how much it slows an extraction loop"),
         ("remote", "over HTTP and S3 behind a link of limited speed"),
         ("codec", "bytes, speed and error of every codec"),
+        ("pack", "packing 10,000 small files, against reading them"),
         ("plan", "the order of an epoch of a million samples"),
     ):
         command = commands.add_parser(name, help=what, description=what)
@@ -84,6 +85,10 @@ def _run(args: argparse.Namespace) -> Report:
     if args.command == "plan":
         report = _begun(args, "lengths are log-normal, mean 2,034, 16 to 16,384 tokens")
         plan.run(report, 10_000 if args.synthetic else 1_000_000, rounds)
+        return report
+    if args.command == "pack":
+        report = _begun(args, "files as SpecForge writes them, random states")
+        pack.run(report, args.cache, 40 if args.synthetic else 2_000 if args.quick else 10_000, rounds)
         return report
     source = _source(args)
     report = _begun(args, source.facts().line())
