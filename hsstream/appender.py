@@ -59,9 +59,9 @@ class _Bytes:
             self._changed.notify_all()
 
 
-#: A record below this is handed over with its neighbours, once they are so many bytes: waking two threads
-#: takes longer than sealing and appending it.
-SMALL_BYTES, GATHERED_BYTES = 1 << 20, 8 << 20
+#: A record below this is handed over with its neighbours, once they are so many bytes or records: waking two
+#: threads takes longer than sealing and appending it.
+SMALL_BYTES, GATHERED_BYTES, GATHERED_RECORDS = 1 << 20, 8 << 20, 64
 
 _Item = tuple["Future[Record] | PlainRecord", SampleFacts, int]
 
@@ -105,6 +105,8 @@ class Appender:
         if small:
             self._gathered.append((plain, facts, nbytes))
             self._gathered_bytes += nbytes
+            if len(self._gathered) == GATHERED_RECORDS:
+                self._hand_over()
         else:
             self._items.put([(self._pool.submit(seal, plain), facts, nbytes)])
 
