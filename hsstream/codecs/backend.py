@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Bits of the first float32 that rounds to infinity in each of them: half an ulp above the largest value.
 FIRST_INFINITE = {torch.bfloat16: 0x7F7F8000, torch.float16: 0x477FF000, torch.float32: 0x7F800000}
+
+#: Values below these stay finite in each of them, whatever is rounded on the way.
+CERTAINLY_FINITE = {torch.bfloat16: 3e38, torch.float16: 6.5e4, torch.float32: 3e38}
 
 #: Values per step of the torch forms. On a CPU, shorter steps cost calls and longer ones fresh memory (fp8
 #: encodes 0.4 GB/s of bf16 at 2^15, 0.6 at 2^16, 0.25 to 1.2 at 2^18); on a device, temporaries of up to 50
@@ -73,6 +77,12 @@ def rows_at_once(rows: torch.Tensor) -> int:
     """Rows of [R, V, H] that a torch form takes in one step, at least 1."""
     step = CPU_STEP if rows.device.type == "cpu" else DEVICE_STEP
     return max(1, step // max(1, rows.shape[1] * rows.shape[2]))
+
+
+def steps(rows: torch.Tensor) -> Iterator[slice]:
+    """The rows of [R, V, H] in steps of `rows_at_once`: what one step computes stays in the cache."""
+    step = rows_at_once(rows)
+    return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 def numpy_dtype(dtype: torch.dtype) -> type[np.generic]:

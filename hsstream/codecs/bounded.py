@@ -199,13 +199,14 @@ def decode_torch(codes: NDArray[np.uint8], scales: NDArray[np.float32], target: 
     factors = torch.from_numpy(scales.copy()).unsqueeze(-1)
     short = target.dtype == torch.bfloat16 and not (scales.view(np.uint32) & 0xFFFF).any()
     dtype = torch.bfloat16 if short else torch.float32
-    signed = torch.from_numpy(codes.view(np.int8).astype(np.int8)).to(dtype)
-    torch.mul(signed, factors.to(dtype), out=target)
+    for part in backend.steps(target):
+        signed = torch.from_numpy(codes[part].view(np.int8).astype(np.int8)).to(dtype)
+        torch.mul(signed, factors[part].to(dtype), out=target[part])
 
 
 def _magnitudes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.abs(codes.view(np.int8)).view(np.uint8)
 
 
-BYTES = CodeForm("bounded", np.int8, 128, False, True, _magnitudes, decode_torch, dequantize)
-PACKED = CodeForm("bounded", np.int8, 8, True, True, _magnitudes, decode_torch, dequantize)
+BYTES = CodeForm("bounded", np.int8, 128, 127.0, False, True, _magnitudes, decode_torch, dequantize)
+PACKED = CodeForm("bounded", np.int8, 8, 7.0, True, True, _magnitudes, decode_torch, dequantize)

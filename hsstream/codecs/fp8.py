@@ -131,17 +131,19 @@ def decode_torch(codes: NDArray[np.uint8], scales: NDArray[np.float32], target: 
     """
     short = not (scales.view(np.uint32) & 0xFFFF).any() and scales.max() < 2.0**8
     if short and target.dtype == torch.bfloat16:
-        words = codes.view(np.int8).astype(np.int16)
-        words <<= 4
-        words &= -0x7810
         factors = torch.from_numpy(scales * np.float32(2.0**120)).bfloat16().unsqueeze(-1)
-        torch.mul(torch.from_numpy(words).view(torch.bfloat16), factors, out=target)
+        memory = np.empty((backend.rows_at_once(target), *codes.shape[1:]), np.int16)
+        for part in backend.steps(target):
+            rows = target[part]
+            words = memory[: len(rows)]
+            np.copyto(words, codes[part].view(np.int8))
+            np.left_shift(words, 4, out=words)
+            np.bitwise_and(words, -0x7810, out=words)
+            torch.mul(torch.from_numpy(words).view(torch.bfloat16), factors[part], out=rows)
         return
-    step = backend.rows_at_once(target)
-    for start in range(0, len(codes), step):
-        part = slice(start, start + step)
-        rows, factors = torch.from_numpy(codes[part].copy()), torch.from_numpy(scales[part].copy())
-        target[part] = dequantize(rows, factors, target.dtype)
+    for part in backend.steps(target):
+        bytes_RVH, steps_RV = torch.from_numpy(codes[part].copy()), torch.from_numpy(scales[part].copy())
+        target[part] = dequantize(bytes_RVH, steps_RV, target.dtype)
 
 
 def _magnitudes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -149,4 +151,4 @@ def _magnitudes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return low
 
 
-FORM = CodeForm("fp8", np.uint8, 0x7F, False, False, _magnitudes, decode_torch, dequantize)
+FORM = CodeForm("fp8", np.uint8, 0x7F, 448.0, False, False, _magnitudes, decode_torch, dequantize)

@@ -26,7 +26,8 @@ class CodeForm:
     """What a codec's bytes mean.
 
     dtype: NumPy dtype under which kernels take the codes; bad: the first magnitude no encoder writes;
-    packed: two 4-bit codes a byte; escapes: whether blocks may have extras.
+    largest: the value of the one before; packed: two 4-bit codes a byte; escapes: whether blocks may have
+    extras.
     magnitudes(codes) -> uint8 of the same shape; decode(codes uint8 [R, V, H], scales [R, V], target)
     is the torch form, dequantize(codes, scales, dtype) the device form, both of unpacked codes.
     """
@@ -34,6 +35,7 @@ class CodeForm:
     name: str
     dtype: type[np.generic]
     bad: int
+    largest: float
     packed: bool
     escapes: bool
     magnitudes: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
@@ -66,11 +68,14 @@ class CodeForm:
         """The verdict a kernel would return on codes [R, V, H] and scales [R, V]."""
         if not codes.size:
             return backend.OK
-        if not ((scales > 0) & (scales < np.inf)).all():
+        if not (scales.min() > 0 and scales.max() < np.inf):
             return backend.BAD_SCALE
-        tops = self.magnitudes(codes).max(axis=-1)
-        if tops.max() >= self.bad:
+        sizes = self.magnitudes(codes)
+        if sizes.max() >= self.bad:
             return backend.BAD_CODE
+        if float(scales.max()) * self.largest < backend.CERTAINLY_FINITE[deliver]:
+            return backend.OK
+        tops = sizes.max(axis=-1)
         largest = self.dequantize(torch.from_numpy(tops[..., None]), torch.from_numpy(scales.copy()), deliver)
         return backend.OVERFLOW if bool(torch.isinf(largest).any()) else backend.OK
 
@@ -139,16 +144,18 @@ class Rows:
         self, start: int, codes: list[NDArray[np.uint8]], scales: list[NDArray[np.float32]]
     ) -> int:
         vectors = self._vectors // len(codes)
-        rows, status = self._out[start : start + len(codes[0])], backend.OK
+        rows = self._out[start : start + len(codes[0])]
         for number in range(len(codes)):
-            codes_RVH = self._form.unpacked(codes[number], vectors, self._width)
             target = rows[:, number * vectors : (number + 1) * vectors]
-            status = status or self._form.status(codes_RVH, scales[number], self._deliver)
+            codes_RVH = self._form.unpacked(codes[number], vectors, self._width)
+            status = self._form.status(codes_RVH, scales[number], self._deliver)
+            if status != backend.OK:
+                return status
             if target.dtype == torch.uint8:
                 target.numpy()[...] = codes_RVH
-            elif status == backend.OK and codes_RVH.size:
+            elif codes_RVH.size:
                 self._form.decode(codes_RVH, scales[number], target)
-        return status
+        return backend.OK
 
     def _finish(self, place: Place, scales: NDArray[np.float32], extras: memoryview) -> None:
         """Write what the codes of a part do not say."""

@@ -15,7 +15,15 @@ from benchmark import codec, pack, plan, plot, read, remote, write
 from benchmark.errors import BenchError
 from benchmark.loaders import chosen
 from benchmark.report import Report
-from benchmark.source import CACHE, FULL_TOKENS, QUICK_TOKENS, Source, real_source, synthetic_source
+from benchmark.source import (
+    CACHE,
+    FULL_TOKENS,
+    QUICK_TOKENS,
+    Source,
+    real_source,
+    synthetic_source,
+    wide_source,
+)
 
 
 def main(argv: Sequence[str] | None = None, description: str = "") -> int:
@@ -62,6 +70,7 @@ def _common(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--tokens", type=int, help=f"hidden states to measure on (default {FULL_TOKENS:,})")
     add("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens and fewer repetitions")
+    add("--wide", action="store_true", help="tokens of five times the width, as large models have them")
     add("--synthetic", action="store_true", help="a few random numbers: to try the tool, not to measure")
     add("--repetitions", type=int, help="interleaved repetitions (default 7, quick 3)")
     add("--cache", type=Path, default=CACHE, help="where data is kept (%(default)s)")
@@ -112,8 +121,10 @@ def _begun(args: argparse.Namespace, data: str) -> Report:
 
 def _source(args: argparse.Namespace) -> Source:
     if args.synthetic:
-        return synthetic_source(args.cache)
-    return real_source(args.tokens or (QUICK_TOKENS if args.quick else FULL_TOKENS), args.cache)
+        source = synthetic_source(args.cache)
+    else:
+        source = real_source(args.tokens or (QUICK_TOKENS if args.quick else FULL_TOKENS), args.cache)
+    return wide_source(source) if args.wide else source
 
 
 def _parts(text: str) -> list[str]:

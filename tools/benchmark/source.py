@@ -24,7 +24,9 @@ from hsstream.sample import HIDDEN_STATES
 
 TOOLS = Path(__file__).resolve().parent.parent
 CACHE = TOOLS.parent / ".cache" / "bench"
-FULL_TOKENS, QUICK_TOKENS = 100_000, 30_000
+FULL_TOKENS, QUICK_TOKENS = 120_000, 30_000
+#: Tokens that make one of `wide_source`: 5 x 576 values are the width of GPT-OSS-120B.
+WIDE = 5
 #: Samples in a batch, here and in every loader.
 BATCH = 8
 
@@ -117,7 +119,7 @@ def _extract(source: Source, tokens: int) -> None:
     command = [
         *(sys.executable, str(TOOLS / "extract.py"), "--model", str(model), "--out", str(captured)),
         *("--codec", "raw", "--compression", "none", "--dtype", "float32"),
-        *("--max-tokens", str(tokens), "--batch-tokens", "8192", str(text)),
+        *("--max-tokens", str(tokens), "--max-length", "512", str(text)),
     ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TOOLS.parent)}
     if subprocess.run(command, env=environment, check=False).returncode:
@@ -127,6 +129,34 @@ def _extract(source: Source, tokens: int) -> None:
             states = {name: sample.tensors[name].bfloat16() for name in HIDDEN_STATES}
             writer.write(sample.key, sample.tensors | states)
     shutil.rmtree(captured)
+
+
+def wide_source(narrow: Source) -> Source:
+    """The same states at the width of a large model: each token has the vectors of WIDE tokens side by side,
+    each sample those of WIDE samples one after another. Values, bytes and lengths of samples stay real.
+    """
+    source = Source(narrow.folder / "wide", f"{narrow.title}, {WIDE} tokens side by side")
+    if (source.root / "manifest.json").is_file():
+        return source
+    pending: list[hs.Sample] = []
+    with hs.ShardWriter(source.root, codec="raw", compression="none") as writer:
+        for sample in narrow.samples():
+            pending.append(sample)
+            if len(pending) == WIDE:
+                if pending[0].key not in writer:
+                    writer.write(pending[0].key, _side_by_side([each.tensors for each in pending]))
+                pending.clear()
+    return source
+
+
+def _side_by_side(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    joined = {name: torch.cat([tensors[name] for tensors in samples]) for name in samples[0]}
+    tokens = len(joined["input_ids"]) // WIDE
+    wide = {}
+    for name, values in joined.items():
+        parts = values[: tokens * WIDE].split(tokens)
+        wide[name] = torch.cat(parts, dim=-1) if name in HIDDEN_STATES else parts[0].clone()
+    return wide
 
 
 def synthetic_source(cache: Path, samples: int = 20, layers: int = 3, hidden: int = 64) -> Source:
