@@ -19,7 +19,7 @@ from hsstream.errors import SampleError
 from hsstream.plan.rng import Stream
 
 IntArray = npt.NDArray[np.int64]
-Select = Sequence[str] | range | slice | tuple[str, str, float] | None
+Select = Sequence[str] | IntArray | range | slice | tuple[str, str, float] | None
 
 _SPLITS = ("train", "val")
 _LISTED = 5
@@ -29,8 +29,9 @@ def select_samples(keys: Sequence[str], select: Select) -> IntArray:
     """Numbers of the selected samples, int64 [n].
 
     `select` is None (all), a list of keys (kept in the sequence of the list), a range or slice of
-    sample numbers, or ("split", "train" | "val", fraction): a key is in "train" when its hash falls into
-    the first `fraction`, else in "val", whatever else the data set holds.
+    sample numbers, an int64 array of sample numbers (in its sequence; the only way to name single samples
+    of roots that share keys), or ("split", "train" | "val", fraction): a key is in "train" when its hash
+    falls into the first `fraction`, else in "val", whatever else the data set holds.
 
     Raises:
         SampleError: unknown or repeated keys, a range outside the data set, or another `select`.
@@ -41,13 +42,15 @@ def select_samples(keys: Sequence[str], select: Select) -> IntArray:
         return np.arange(len(keys), dtype=np.int64)[select]
     if isinstance(select, range):
         return _by_range(len(keys), select)
+    if isinstance(select, np.ndarray) and select.ndim == 1 and select.dtype.kind in "iu":
+        return _by_number(len(keys), select)
     if isinstance(select, tuple) and len(select) == 3 and select[0] == "split":
         return _by_split(keys, *select[1:])
     names = [] if isinstance(select, str) else [key for key in select if isinstance(key, str)]
     if isinstance(select, str) or len(names) != len(select):
         raise SampleError(
-            "select must be None, a list of keys, a range, a slice or ('split', 'train', 0.99), "
-            f"found {select!r}"
+            "select must be None, a list of keys, an array of numbers, a range, a slice or "
+            f"('split', 'train', 0.99), found {select!r}"
         )
     return _by_key(keys, names)
 
@@ -56,6 +59,17 @@ def _by_range(count: int, select: range) -> IntArray:
     numbers = np.arange(select.start, select.stop, select.step, dtype=np.int64)
     if numbers.size and (numbers.min() < 0 or numbers.max() >= count):
         raise SampleError(f"select={select!r} reaches outside the {count} samples of the data set")
+    return numbers
+
+
+def _by_number(count: int, select: IntArray) -> IntArray:
+    numbers = select.astype(np.int64)
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= count):
+        raise SampleError(f"select reaches outside the {count} samples: {numbers.min()} to {numbers.max()}")
+    values, times = np.unique(numbers, return_counts=True)
+    if (times > 1).any():
+        repeated = values[times > 1].tolist()
+        raise SampleError(f"{len(repeated)} numbers are selected more than once: {_some(repeated)}")
     return numbers
 
 

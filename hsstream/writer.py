@@ -212,6 +212,16 @@ class ShardWriter:
         if self._appender is not None:
             self._appender.seal()
 
+    def commit(self) -> None:
+        """Make what is sealed so far the data set's, for readers that come while this writer goes on.
+
+        Raises:
+            StorageError: index or manifest could not be written; what is sealed is intact.
+        """
+        self._check_open()
+        if known := {**self._known, **self.sealed()}:
+            commit_all(self._store, known)
+
     @property
     def info(self) -> DatasetInfo | None:
         """The data set block: of the data set at the root, or fixed by the first sample; None before."""

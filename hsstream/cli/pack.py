@@ -104,6 +104,7 @@ def _run_arguments(group: argparse._ArgumentGroup) -> None:
         default=30.0,
         help="seal what there is after S without a file",
     )
+    add("--commit-every", metavar="S", type=float, default=60.0, help="show readers what is sealed every S")
     add("--idle-exit", metavar="S", type=float, help="end after S without a file")
 
 
@@ -171,7 +172,7 @@ def _job(args: argparse.Namespace) -> Job:
 def _follow(args: argparse.Namespace) -> Follow | None:
     if not args.follow:
         return None
-    return Follow(args.settle, args.patience, args.seal_after, args.idle_exit)
+    return Follow(args.settle, args.patience, args.seal_after, args.idle_exit, commit_every=args.commit_every)
 
 
 @contextmanager

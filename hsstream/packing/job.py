@@ -20,7 +20,8 @@ class Follow:
     settle: a file is complete when its size and time have not changed for so long, nobody holds its
     `.lock`, and it parses. patience: one that does not parse is bad after so long without a change.
     seal_after: a shard is sealed, however small, when no file has come for so long. idle_exit: end when
-    none has come for so long; None: only when told to stop. poll: between two looks.
+    none has come for so long; None: only when told to stop. poll: between two looks. commit_every: readers
+    see what has been sealed so often at most.
     """
 
     settle: float = 2.0
@@ -28,6 +29,7 @@ class Follow:
     seal_after: float = 30.0
     idle_exit: float | None = None
     poll: float = 0.5
+    commit_every: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ A run that ends early, however it ends, is continued by the same call: what is s
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -73,7 +74,8 @@ class _Run:
             )
         self._watch = Watch(source, self._follow or Follow(), stop)
         self._mine: set[str] = set()
-        self._total = self._unsealed = 0
+        self._total = self._unsealed = self._shown = 0
+        self._committed = -math.inf
         self._listed: Path | None = None
         self._norm: str | None = None
 
@@ -194,6 +196,7 @@ class _Run:
         report.samples, report.tokens = report.samples + 1, report.tokens + prepared.plain.tokens
         report.padding += padding
         self._ledger.settle()
+        self._show(writer)
 
     def _again(self, file: SourceFile, item: Item) -> bool:
         """Whether a file of a running program is to be tried once more."""
@@ -205,14 +208,25 @@ class _Run:
         self._report.source_bytes -= file.nbytes
         return True
 
+    def _show(self, writer: ShardWriter) -> None:
+        """While a program is followed: let readers see what has been sealed."""
+        if self._follow is None or not self._job.commit or len(writer.sealed()) == self._shown:
+            return
+        if time.monotonic() - self._committed >= self._follow.commit_every:
+            self._shown = len(writer.sealed())
+            writer.commit()
+            self._committed = time.monotonic()
+
     def _look_around(self, writer: ShardWriter) -> None:
         """Between two looks at a followed directory: seal what has waited long enough."""
+        self._show(writer)
         if self._follow is None or not self._unsealed:
             return
         if time.monotonic() - self._watch.last >= self._follow.seal_after:
             writer.seal()
             self._unsealed = 0
             self._ledger.settle()
+            self._show(writer)
 
     def _bad(self, file: SourceFile, item: Item, error: HsStreamError) -> None:
         self._ledger.keep(file)

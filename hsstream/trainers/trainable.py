@@ -2,8 +2,7 @@
 
 In: a catalog and the rule of a trainer. Out: a selection of samples, and how many were left out. Most
 samples are decided by the index, which knows how many tokens are supervised, the first and the last; of the
-rest the masks are read, and nothing else. Refused with SampleError: a selection that leaves nothing, roots
-that share keys where single samples of them must be named.
+rest the masks are read, and nothing else. Refused with SampleError: a selection that leaves nothing.
 
 A trainer that skips such a sample, or raises on it, does so on one rank while the others go on.
 """
@@ -54,7 +53,7 @@ def trainable(
     """(what HiddenStateDataset shall select, {"untrainable": samples left out of `select`}).
 
     Raises:
-        SampleError: nothing is left; samples of roots that share keys would have to be named.
+        SampleError: nothing is left.
     """
     numbers = select_samples(catalog.keys, select) if select is not None else np.arange(len(catalog.lengths))
     kept = _kept(catalog, numbers, rule, storage_options)
@@ -65,13 +64,11 @@ def trainable(
             f"none of {len(numbers)} samples has the supervised tokens that the trainer asks for"
         )
     keys = catalog.keys
-    names = [keys[number] for number in numbers[kept].tolist()]
+    dropped = {"untrainable": int((~kept).sum())}
     if len(set(keys)) != len(keys):
-        raise SampleError(
-            f"{int((~kept).sum())} samples have no supervised token to train on, and cannot be left out by "
-            "key, which the roots share: recode them into one root"
-        )
-    return names, {"untrainable": int((~kept).sum())}
+        return numbers[kept], dropped
+    # By key where that is possible: it means the same when the root has grown in the meantime.
+    return [keys[number] for number in numbers[kept].tolist()], dropped
 
 
 def _kept(

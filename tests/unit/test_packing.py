@@ -32,6 +32,8 @@ from hsstream.packing.feed import Watch, is_locked, mark_of
 from hsstream.packing.job import Follow
 from hsstream.sources.base import Options
 from hsstream.sources.detect import EmptySourceError, open_source
+from hsstream.storage import open_store
+from hsstream.verify import verify
 
 Change = Callable[[Path], Any]
 
@@ -584,6 +586,28 @@ def test_files_are_taken_as_they_are_dumped_and_go(tmp_path: Path, following: St
     assert (report.ok, report.samples, report.deleted) == (True, 6, 6)
     assert agrees(held(tmp_path / "out"), expected)
     assert report.shards >= 2
+
+
+def test_a_reader_sees_what_is_sealed_while_the_engine_still_dumps(tmp_path: Path, following: Start) -> None:
+    root = tmp_path / "src" / "rows_0-2000"
+    root.mkdir(parents=True)
+    stop, result = following(follow={"idle_exit": None, "patience": 60.0, "commit_every": 0.0})
+    expected: dict[str, Tensors] = {}
+    for number in range(3):
+        one = expected[f"data_{number}"] = sample(6, seed=number)
+        save(specforge_record(one), root / f"data_{number}.ckpt")
+        wait_for(lambda: not names(tmp_path))
+        wait_for(lambda shown=number + 1: shown_samples(tmp_path / "out") == shown)
+        assert agrees(held(tmp_path / "out"), expected)
+    stop.set()
+    assert result().samples == 3
+    assert verify(open_store(str(tmp_path / "out"))).ok
+
+
+def shown_samples(root: Path) -> int:
+    """What the manifest speaks of."""
+    path = root / "manifest.json"
+    return int(json.loads(path.read_text())["totals"]["samples"]) if path.exists() else 0
 
 
 def test_a_first_file_that_is_half_written_is_waited_for(tmp_path: Path, following: Start) -> None:

@@ -76,6 +76,28 @@ def test_a_key_stays_on_its_side_whatever_else_there_is() -> None:
     assert len(select_samples(KEYS, ("split", "train", 0.0))) == 0
 
 
+def test_numbers_are_taken_in_their_sequence() -> None:
+    for dtype in (np.int64, np.int32, np.uint8):
+        found = select_samples(["a", "b", "a"], np.array([2, 0], dtype))
+        assert (found.tolist(), found.dtype) == ([2, 0], np.int64)
+    assert select_samples(KEYS, np.zeros(0, np.int64)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "match"),
+    [
+        (np.array([0, 3]), "outside the 3 samples: 0 to 3"),
+        (np.array([-1]), "outside"),
+        (np.array([1, 2, 1]), "1 numbers are selected more than once: 1"),
+        (np.array([0.0]), "select must be"),
+        (np.array([[0]]), "select must be"),
+    ],
+)
+def test_numbers_that_name_no_sample_or_one_twice_are_refused(numbers: Any, match: str) -> None:
+    with pytest.raises(SampleError, match=match):
+        select_samples(["a", "b", "c"], numbers)
+
+
 def test_filters_drop_and_count() -> None:
     lengths, supervised = [5, 50, 500, 50], [5, 0, 0, 9]
     kept, dropped = filter_samples(lengths, supervised, min_tokens=6, max_tokens=99, min_supervised=1)

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 
 from hsstream.catalog import open_catalog
 from hsstream.cli import main
+from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError, SchemaMismatchError
-from hsstream.plan import Order
+from hsstream.plan import Batching, Order
 from hsstream.sample import ModelInfo
 from hsstream.trainers.base import HF_INDEX, LAYER_OUTPUT, Need, Samples, check, layer_outputs, require
 from hsstream.trainers.modelopt import ModelOptBatches, ModelOptSamples
@@ -209,11 +210,15 @@ def test_nothing_left_is_refused(tmp_path: Path) -> None:
         trainable(open_catalog(tmp_path, None), None, Rule(adjacent=True))
 
 
-def test_roots_that_share_keys_cannot_be_filtered_by_key(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        made_root(tmp_path / name, [[0, 0], [0, 1]])
-    with pytest.raises(SampleError, match="recode them into one root"):
-        trainable(open_catalog([tmp_path / "a", tmp_path / "b"], None), None, Rule())
+def test_roots_that_share_keys_are_filtered_by_number(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:
+        made_root(root, [[0, 0], [0, 1]])
+    numbers, dropped = trainable(open_catalog(roots, None), None, Rule())
+    assert isinstance(numbers, np.ndarray)
+    assert (numbers.tolist(), dropped) == ([1, 3], {"untrainable": 2})
+    batches = HiddenStateDataset(roots, Batching(batch_size=1), select=numbers, rank=0, world_size=1)
+    assert [list(batch["keys"]) for batch in batches] == [["s1"], ["s1"]]
 
 
 # ---------------------------------------------------------------- samples at random

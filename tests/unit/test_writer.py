@@ -559,6 +559,19 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, key: str, error: Exception) -> Non
     monkeypatch.setattr(appender_module, "seal", failing)
 
 
+def test_what_is_sealed_can_be_committed_while_the_writer_goes_on(tmp_path: Path) -> None:
+    with hs.ShardWriter(tmp_path) as writer:
+        writer.commit()  # nothing yet
+        writer.write("a", exact(4, 1))
+        writer.seal()
+        writer.commit()
+        writer.write("b", exact(4, 2))
+        assert holds(tmp_path, {"a": exact(4, 1)})
+    assert holds(tmp_path, {"a": exact(4, 1), "b": exact(4, 2)})
+    with pytest.raises(hs.SampleError, match="closed"):
+        writer.commit()
+
+
 def test_an_error_in_a_thread_surfaces_on_a_later_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
