@@ -36,6 +36,26 @@ def test_the_estimate_is_what_the_command_prints(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == shown[2]
 
 
+def test_a_folder_of_files_is_answered_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On fewer of the same files: all but the numbers and their units is the same."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    from benchmark.pack import make
+
+    make(tmp_path / "hidden_states", 40)
+    monkeypatch.chdir(tmp_path)
+    shown = re.search(r"\$ hsstream (pack [^\n]*)\n(.*?)```", README, re.DOTALL)
+    assert shown is not None
+    assert README.index(shown[0]) < README.index("\n## ")
+    assert main(shown[1].split()) == 0
+    printed, expected = (
+        re.sub(r"[\d.,]+( [kMG]B)?", "N", text) for text in (capsys.readouterr().out, shown[2])
+    )
+    assert printed == expected
+    assert printed.count("\n") == 3
+
+
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_links_lead_somewhere(path: str) -> None:
     assert (Path(__file__).parents[2] / path).exists()

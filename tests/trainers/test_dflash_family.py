@@ -15,8 +15,8 @@ import specforge_on_cpu
 import torch
 from sources import write_specforge
 from test_specforge import MAX_LENGTH, loader
-from verifier import DEPTH, HIDDEN, LAYERS, VOCAB, made_samples, packed
 from transformers import Qwen3Config
+from verifier import DEPTH, HIDDEN, LAYERS, VOCAB, made_samples, packed
 
 from hsstream.plan import Order
 from hsstream.sources.base import Options
