@@ -31,8 +31,10 @@ from hsstream.presets import codec_for
 from hsstream.sample import ModelInfo
 from hsstream.schema import TensorSpec
 from hsstream.selection import Select, select_samples
+from hsstream.teacher import TopKTeacher
 from hsstream.writer import Prepared, ShardWriter
 
+LAST = "last_hidden_state"
 #: progress(stored bytes done, in all).
 Progress = Callable[[int, int], None]
 
@@ -41,7 +43,8 @@ Progress = Callable[[int, int], None]
 class Recode:
     """What to make of `roots` at `root`.
 
-    codec, compression: as for a writer; None keeps each tensor's own (those of the first root).
+    codec, compression: as for a writer; None keeps each tensor's own (those of the first root). teacher:
+    stores its largest logits in place of the last hidden states, which must be there after the final norm.
     select: keys, a range, or `("split", "train", 0.99)`, over the samples of all roots, after renaming.
     shuffle: a seed for the order of the samples; None keeps theirs. prefixes: put before the keys of each
     root, one a root, where their keys would meet.
@@ -59,6 +62,7 @@ class Recode:
     workers: int = 2
     storage_options: dict[str, Any] | None = None
     commit: bool = True
+    teacher: TopKTeacher | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
         raise SampleError("nothing is selected: no sample of the roots is left")
     sizes = np.concatenate([source.index.table.spans for source in catalog.sources])
     with _writer(job, catalog) as writer:
-        run = _Run(catalog, keys, writer, _wanted(job, catalog.first))
+        run = _Run(catalog, keys, writer, _wanted(job, catalog.first), job.teacher is not None)
         known = run.pack(chosen.tolist(), sizes, job.workers, progress)
         writer.close()
     stats = writer.stats()
@@ -118,10 +122,23 @@ def _check(job: Recode, catalog: Catalog) -> None:
                 f"{source.root}: "
                 "rows that are not stored cannot be told from zeros afterwards"
             )
-    if job.codec == "sparse" and "target_topk_ids" not in first.schema.by_name:
-        raise SampleError(
-            "recode cannot compute the logits that sparse stores: use ShardWriter with a teacher"
-        )
+    if job.teacher is not None:
+        for source in catalog.sources:
+            _check_teacher(source)
+    elif job.codec == "sparse" and "target_topk_ids" not in first.schema.by_name:
+        raise SampleError("codec sparse keeps the largest logits: give a teacher, the model's own lm_head")
+
+
+def _check_teacher(source: Source) -> None:
+    """A teacher judges by states after the final norm, of all tokens."""
+    info, root = source.index.info, source.root
+    if LAST not in info.schema.by_name:
+        raise SampleError(f"{root} stores no last hidden states: a teacher needs them")
+    norm = (info.model and info.model.last_hidden_norm) or "unknown"
+    if norm != "post":
+        raise SampleError(f"a teacher needs states after the final norm, {root} says {norm}")
+    if info.last_rows != "all":
+        raise SampleError(f"a teacher needs the states of all tokens, {root} stores those of some")
 
 
 def _keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
@@ -166,9 +183,12 @@ def _writer(job: Recode, catalog: Catalog) -> ShardWriter:
     compression: Any = job.compression
     if job.codec is None and compression is None:
         compression = {spec.name: spec.compression for spec in info.schema.tensors}
+    codecs = _wanted(job, catalog.first)
+    if job.teacher is not None and not job.teacher.keep_last:
+        del codecs[LAST]
     return ShardWriter(
         job.root,
-        codec=_wanted(job, catalog.first),
+        codec=codecs,
         compression=compression,
         model=_model(catalog),
         shard_bytes=job.shard_bytes,
@@ -178,6 +198,7 @@ def _writer(job: Recode, catalog: Catalog) -> ShardWriter:
         commit=job.commit,
         last_rows=info.last_rows,  # type: ignore[arg-type]
         ttt_length=info.ttt_length or 1,
+        teacher=job.teacher,
     )
 
 
@@ -201,15 +222,22 @@ class _Run:
     """Samples from a catalog to a writer."""
 
     def __init__(
-        self, catalog: Catalog, keys: list[str], writer: ShardWriter, wanted: Mapping[str, str]
+        self,
+        catalog: Catalog,
+        keys: list[str],
+        writer: ShardWriter,
+        wanted: Mapping[str, str],
+        taught: bool,
     ) -> None:
         self._catalog, self._all_keys, self._writer = catalog, keys, writer
         self._codecs = {name: parse_codec(text) for name, text in wanted.items()}
+        self._decoded = {LAST} if taught else set()
 
     def keeps(self, spec: TensorSpec) -> bool:
         """Whether a tensor stored so is carried over without being decoded."""
         codec = self._codecs[spec.name]
-        return (codec.name, codec.params()) == (spec.codec.name, spec.codec.params())
+        same = (codec.name, codec.params()) == (spec.codec.name, spec.codec.params())
+        return same and spec.name not in self._decoded
 
     def pack(
         self, chosen: list[int], sizes: np.ndarray[Any, Any], workers: int, progress: Progress | None

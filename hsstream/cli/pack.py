@@ -22,6 +22,7 @@ from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_op
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, percent, ratio, size
 from hsstream.cli.progress import Bar
+from hsstream.cli.teacher import add_teacher, teacher_of
 from hsstream.errors import SampleError
 from hsstream.packing import Job, Projection, Report, pack, project
 from hsstream.packing.job import Follow
@@ -52,8 +53,7 @@ def _source_arguments(group: argparse._ArgumentGroup) -> None:
     add("--from", dest="format", choices=FORMATS, default="auto", help="which program wrote the files")
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
     add("--to-post-norm", metavar="MODEL", type=Path, help="apply the final norm of this model folder")
-    add("--teacher", metavar="MODEL", type=Path, help="store this model's largest logits in place of them")
-    add("--top-k", metavar="K", type=positive, default=64, help="how many (%(default)s)")
+    add_teacher(group)
     add("--arrow", metavar="DIR", type=Path, help="speculators' preprocessed data set, for the loss masks")
     add("--all-supervised", action="store_true", help="without a loss mask, supervise every token")
     add("--layers", metavar="L", type=positive, help="number of captured layers")
@@ -160,8 +160,7 @@ def _job(args: argparse.Namespace) -> Job:
         workers=args.workers,
         facts={name: value for name, value in given.items() if value is not None},
         to_post_norm=args.to_post_norm,
-        teacher=args.teacher,
-        top_k=args.top_k,
+        teacher=teacher_of(args),
         on_bad=args.on_bad,
         delete_source=args.delete_source,
         follow=_follow(args),

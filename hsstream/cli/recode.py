@@ -15,6 +15,7 @@ from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_op
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, ratio, size
 from hsstream.cli.progress import Bar
+from hsstream.cli.teacher import add_teacher, teacher_of
 from hsstream.errors import SampleError
 from hsstream.recode import Recode, RecodeReport, recode
 from hsstream.schema import COMPRESSIONS
@@ -38,6 +39,7 @@ def add_parser(commands: Commands) -> None:
     add("--compression", choices=COMPRESSIONS, help="kept, or what suits a new codec, unless given")
     add("--shard-bytes", metavar="BYTES", type=number, default=10**9, help="size of a shard: 1G unless given")
     add("--name", default="hs", help="shards are called NAME-000000.tar, ...")
+    add_teacher(parser)
     part = parser.add_mutually_exclusive_group()
     part.add_argument(
         "--keys", metavar="FILE", type=Path, help="take these samples, one key a line, in that order"
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         prefixes=args.prefix,
         workers=args.workers,
         storage_options=storage_options(args),
+        teacher=teacher_of(args),
     )
     with Bar("recode") as bar:
         report = recode(job, bar.update)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hsstream.sources.base import Options
+from hsstream.teacher import TopKTeacher
 
 #: progress(bytes of source files done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -37,8 +38,8 @@ class Job:
     """One run of `pack`; the command line describes each setting.
 
     facts: model facts the user gives, by the names of ModelInfo. to_post_norm: folder of the model whose
-    final norm is applied to last hidden states that were captured before it. teacher: folder of the model
-    whose top_k largest logits are stored in place of the last hidden state.
+    final norm is applied to last hidden states that were captured before it. teacher: its largest logits are
+    stored in place of the last hidden state.
     """
 
     source: str
@@ -52,8 +53,7 @@ class Job:
     workers: int = 2
     facts: Mapping[str, Any] = field(default_factory=dict)
     to_post_norm: Path | None = None
-    teacher: Path | None = None
-    top_k: int = 64
+    teacher: TopKTeacher | None = None
     on_bad: Literal["raise", "skip"] = "raise"
     delete_source: bool = False
     follow: Follow | None = None

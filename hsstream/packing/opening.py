@@ -18,8 +18,6 @@ from hsstream.presets import codec_for
 from hsstream.sample import ModelInfo
 from hsstream.sources.base import Source
 from hsstream.sources.detect import EmptySourceError, UnreadableSourceError, open_source
-from hsstream.teacher import TopKTeacher
-from hsstream.weights import load_lm_head
 from hsstream.writer import ShardWriter
 
 
@@ -38,7 +36,7 @@ def open_job_source(job: Job, stop: threading.Event) -> Source | None:
 
 def open_writer(job: Job, model: ModelInfo | None) -> ShardWriter:
     """The writer at the root, which continues what is there."""
-    teacher = None if job.teacher is None else TopKTeacher(load_lm_head(job.teacher), job.top_k)
+    teacher = job.teacher
     if teacher is not None and model is not None and model.last_hidden_norm != "post":
         raise SampleError("a teacher needs last hidden states after the final norm: give --to-post-norm too")
     if teacher is None and job.codec == "sparse":

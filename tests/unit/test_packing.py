@@ -231,14 +231,15 @@ def test_models_without_a_fitting_rmsnorm_are_refused(
 
 def test_a_teacher_takes_the_place_of_the_last_hidden_state(tmp_path: Path) -> None:
     expected = made_by.write_modelopt(tmp_path / "src", samples(), prenorm=True)
-    head = draw(50, 16, seed=3)
+    head = draw(400, 16, seed=3)
     model = model_folder(tmp_path / "model", **{"lm_head.weight": head})
     with pytest.raises(SampleError, match="needs last hidden states after the final norm"):
-        pack(job(tmp_path, codec="sparse", teacher=model, top_k=4))
+        pack(job(tmp_path, codec="sparse", teacher=hs.TopKTeacher(head, 4)))
     with pytest.raises(SampleError, match="give --teacher"):
         pack(job(tmp_path, codec="sparse"))
     assert not (tmp_path / "out").exists()
-    pack(job(tmp_path, codec="sparse", teacher=model, top_k=4, to_post_norm=model))
+    words = ["--codec", "sparse", "--teacher", str(model), "--top-k", "4", "--to-post-norm", str(model)]
+    assert main(["pack", str(tmp_path / "src"), str(tmp_path / "out"), *words]) == 0
     for key, found in held(tmp_path / "out").items():
         logits = FinalNorm(model)(expected[key]["last_hidden_state"]) @ head.T
         assert torch.equal(found["target_topk_ids"], logits.float().topk(4).indices)

@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sources as made_by
 import torch
 from forge import Shard
+from safetensors.torch import save_file
 from samples import MODEL, Tensors, content, exact_set, make_sample, same, tensors, write_exact, write_root
 from sources import samples
 
 import hsstream as hs
+from hsstream.catalog import open_catalog
 from hsstream.cli import main
 from hsstream.decoding import plain_from_stored
 from hsstream.encoding import PlainTensor, encode, plain_from_codes, seal
@@ -184,7 +187,7 @@ def test_roots_of_another_kind_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(SchemaMismatchError, match=text):
             recode(job(tmp_path, "a", other))
-    with pytest.raises(SampleError, match="cannot compute the logits"):
+    with pytest.raises(SampleError, match="give a teacher"):
         recode(job(tmp_path, codec="sparse"))
 
 
@@ -288,3 +291,68 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["recode", a, str(tmp_path / "t"), "--split", "train:half"]) == 2
     assert main(["recode", a, out, "--keys", str(tmp_path / "nowhere")]) == 2
     assert main(["recode", str(tmp_path / "nowhere"), out]) == 2
+
+
+# --- a teacher
+
+
+def taught(path: Path, norm: str | None = "post", **settings: Any) -> dict[str, Tensors]:
+    """Samples with last hidden states of that norm."""
+    model = None if norm is None else replace(MODEL, last_hidden_norm=norm)
+    return held(write_root(path, (5, 30, 12), codec="planes", shape={"hidden": 64}, model=model, **settings))
+
+
+def head_file(path: Path, head: torch.Tensor) -> Path:
+    save_file({"lm_head.weight": head}, str(path))
+    return path
+
+
+def test_a_teacher_takes_the_place_of_the_last_hidden_state(tmp_path: Path) -> None:
+    made = taught(tmp_path / "a")
+    head = made_by.draw(1000, 64, seed=3)
+    model = head_file(tmp_path / "m.safetensors", head)
+    d2t = torch.arange(20) * 2 - torch.arange(20)
+    np.save(tmp_path / "d2t.npy", d2t.numpy())
+    words = ["--teacher", str(model), "--top-k", "4", "--d2t", str(tmp_path / "d2t.npy")]
+    assert main(["recode", str(tmp_path / "a"), str(tmp_path / "out"), *words]) == 0
+    teacher = hs.TopKTeacher(head, 4, d2t)
+    before, after = members(tmp_path / "a"), members(tmp_path / "out")
+    for key, found in held(tmp_path / "out").items():
+        expected = teacher.targets(made[key]["last_hidden_state"])
+        assert all(torch.equal(found[name].to(value.dtype), value) for name, value in expected.items())
+        assert "last_hidden_state" not in found
+        assert int(found["target_topk_ids"].max()) <= 38
+        aux = [name for name in before if name.startswith(f"{key}.aux")]
+        assert aux
+        assert all(after[name] == before[name] for name in aux)
+    info = open_catalog(str(tmp_path / "out"), None).first.index.info
+    assert info.model is not None
+    assert info.model.draft_vocab_hash == teacher.draft_vocab_hash
+    again = recode(job(tmp_path, teacher=teacher))
+    assert (again.known, again.samples) == (3, 0)
+
+
+@pytest.mark.parametrize("norm", ["pre", "unknown", None])
+def test_a_teacher_needs_states_after_the_final_norm(tmp_path: Path, norm: str | None) -> None:
+    taught(tmp_path / "a", norm)
+    with pytest.raises(SampleError, match="a teacher needs states after the final norm"):
+        recode(job(tmp_path, teacher=hs.TopKTeacher(made_by.draw(1000, 64), 4)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_needs_the_states_of_all_tokens(tmp_path: Path) -> None:
+    taught(tmp_path / "a", last_rows="supervised")
+    with pytest.raises(SampleError, match="stores those of some"):
+        recode(job(tmp_path, teacher=hs.TopKTeacher(made_by.draw(1000, 64), 4)))
+    with pytest.raises(SampleError, match="give a teacher"):
+        recode(job(tmp_path, "a", codec="sparse"))
+
+
+def test_a_draft_vocabulary_needs_its_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taught(tmp_path / "a")
+    model = head_file(tmp_path / "m.safetensors", made_by.draw(1000, 64))
+    call = ["recode", str(tmp_path / "a"), str(tmp_path / "out")]
+    assert main([*call, "--d2t", "x.npy"]) == 2
+    assert "give both" in capsys.readouterr().err
+    assert main([*call, "--teacher", str(model), "--d2t", str(model)]) == 2
+    assert "no draft vocabulary" in capsys.readouterr().err
