@@ -19,9 +19,7 @@ from hsstream.weights import load_lm_head
 def add_teacher(group: argparse._ActionsContainer) -> None:
     """--teacher, --top-k and --d2t."""
     add = group.add_argument
-    add(
-        "--teacher", metavar="MODEL", type=Path, help="store this model's largest logits in place of states"
-    )
+    add("--teacher", metavar="MODEL", type=Path, help="store this model's largest logits in place of states")
     add("--top-k", metavar="K", type=positive, default=64, help="how many (%(default)s)")
     add("--d2t", metavar="PLACE", help="and only those of this draft vocabulary: a checkpoint, or d2t.npy")
 
