@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,13 @@ def run_config(folder: Path, target: Path, **training: Any) -> Path:
     return folder / "run.json"
 
 
-def launched(folder: Path, root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`hsstream train specforge` in a process of its own."""
+def launched(
+    folder: Path, root: Path, *words: str, before: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """`hsstream train specforge` in a process of its own; before: words for Python that start it."""
     command = [
         sys.executable,
+        *before,
         str(Path(specforge_on_cpu.__file__)),
         "train",
         "specforge",
@@ -338,6 +342,26 @@ def test_several_ranks_are_started_through_the_launcher(tmp_path: Path, target: 
     words = " ".join(command["argv"])
     assert "-m torch.distributed.run --no-python" in words
     assert f"-m hsstream.cli train specforge --root {root} -- train --config {run}" in words
+
+
+def test_two_ranks_take_the_same_number_of_steps_together(tmp_path: Path, target: Path) -> None:
+    """Under torchrun, gloo between two processes: what `deployment.trainer.nproc_per_node=2` starts."""
+    write_specforge(tmp_path / "files", made_samples())
+    root = packed(tmp_path / "files", tmp_path / "root", "specforge")
+    run = str(run_config(tmp_path, target, max_steps=5))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    done = launched(
+        tmp_path, root, "--config", run, "deployment.trainer.nproc_per_node=2",
+        before=("-m", "torch.distributed.run", *place),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = re.findall(r"^step (\d+): .*?'loss': ([0-9.e+-]+)", done.stdout, re.MULTILINE)
+    # Both ranks print every step, with the loss they agree on.
+    assert sorted(int(step) for step, _ in steps) == [n for n in range(1, 6) for _ in range(2)]
+    assert len(set(steps)) == 5
 
 
 def test_layers_that_the_draft_model_reads_must_be_stored(tmp_path: Path, target: Path) -> None:
