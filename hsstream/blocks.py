@@ -27,6 +27,8 @@ ZSTD_LEVEL = 1
 #: leaves nearly everything to the entropy coder. Against plain level 1 smaller by 6 % at error 0.25 and 12 %
 #: at 0.35 (2,880 values a vector), planes by 2 %, and 1.5 to 4 times faster both ways (tools/sizes.py).
 _CODES = {"min_match": 7, "hash_log": 6, "write_content_size": True, "write_checksum": False}
+#: Bytes that share a Huffman code. More follow the states less closely, fewer pay for too many tables.
+_PIECE = 1 << 15
 
 _local = threading.local()
 
@@ -89,16 +91,20 @@ def _compress(plain: Buffer, compression: str, repeats: bool, tail: int) -> byte
         if not hasattr(_local, "compressor"):
             _local.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
         return _local.compressor.compress(plain)  # type: ignore[no-any-return]
+    return _entropy_coded(memoryview(plain).cast("B"), tail)
+
+
+def _entropy_coded(plain: memoryview, tail: int) -> bytes:
+    """One zstd frame; every piece of it, and the tail, has a Huffman code of its own: 0.5 to 2 % less."""
     if not hasattr(_local, "coder"):
         parameters = zstandard.ZstdCompressionParameters.from_level(ZSTD_LEVEL, **_CODES)
         _local.coder = zstandard.ZstdCompressor(compression_params=parameters)
-    if not tail:
-        return _local.coder.compress(plain)  # type: ignore[no-any-return]
-    # Flushed between the two, so that each has an entropy code of its own: 2 % less at error 0.16.
-    view = memoryview(plain).cast("B")
-    frame = _local.coder.compressobj(size=len(view))
-    parts = [frame.compress(view[:-tail]), frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
-    return b"".join((*parts, frame.compress(view[-tail:]), frame.flush()))
+    frame = _local.coder.compressobj(size=len(plain))
+    body, parts = len(plain) - tail, []
+    for start in range(0, body, _PIECE):
+        parts.append(frame.compress(plain[start : min(start + _PIECE, body)]))
+        parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    return b"".join((*parts, frame.compress(plain[body:]), frame.flush()))
 
 
 def _decompress(stored: memoryview, plain_size: int, compression: str) -> bytes:

@@ -63,3 +63,14 @@ def test_train_loop_refuses_a_checkpoint_of_other_data(example: Runner, tmp_path
     example("train_loop.py", tmp_path / "one", "--checkpoint", checkpoint, "--steps", 1)
     with pytest.raises(hs.ResumeError):
         example("train_loop.py", tmp_path / "other", "--checkpoint", checkpoint, "--steps", 1)
+
+
+def test_every_teacher_gives_a_loss(example: Runner, tmp_path: Path) -> None:
+    lines = [line.rsplit(" loss ") for line in example("teachers.py", tmp_path)]
+    losses = {name.strip(): float(rest.split()[0]) for name, rest in lines}
+    nbytes = {name.strip(): int(rest.split()[1].replace(",", "")) for name, rest in lines}
+    assert losses["rows"] == losses["full"] > 0
+    assert nbytes["rows"] < nbytes["full"]
+    assert 0.9 * losses["full"] < losses["sparse"] <= losses["full"] + 0.05
+    assert 0.9 * losses["full, draft"] < losses["draft"] <= losses["full, draft"] + 0.05
+    assert losses["draft"] != losses["sparse"]

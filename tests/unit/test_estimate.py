@@ -89,7 +89,7 @@ def test_nothing_to_measure_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "codec", "expected"),
     [
-        ("aux_hidden_states", "balanced", "bounded:0.16"),
+        ("aux_hidden_states", "balanced", "bounded:0.17"),
         ("last_hidden_state", "balanced", "bounded:0.05"),
         ("input_ids", "balanced", "raw"),
         ("aux_hidden_states", {"aux_hidden_states": "small"}, "bounded:0.25"),
