@@ -85,6 +85,18 @@ class Batch(dict[str, Any]):
     filler: bool = False
     meta: list[dict[str, Any]]
 
+    @property
+    def supervised(self) -> torch.Tensor:
+        """Supervised tokens of every sample or document, int64 like `lengths`; all without a `loss_mask`."""
+        lengths: torch.Tensor = self["lengths"]
+        mask: torch.Tensor | None = self.get("loss_mask")
+        if mask is None:
+            return lengths
+        if len(mask) == len(lengths):
+            return mask.sum(1)
+        parts = torch.split(mask[0, : int(lengths.sum())], lengths.tolist())
+        return torch.stack([part.sum() for part in parts])
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """A batch on `device`; codes are dequantised there. What is no tensor is kept as it is."""
         moved = self._like({})

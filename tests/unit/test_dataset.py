@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import Tensors, exact_set, holds, same, write_exact
+from samples import Tensors, exact_set, holds, same, write_exact, write_root
 from torch.utils.data import DataLoader
 
 import hsstream as hs
@@ -890,3 +890,17 @@ def test_a_reader_agrees_with_the_data_set(root: Path) -> None:
             sample = reader.read(key)
             assert same({n: batch[n][row, :tokens] for n in sample.tensors}, sample.tensors)
     assert dataset_module.PREFETCH_BYTES > 0
+
+
+@pytest.mark.parametrize("mode", ["pad", "pack"])
+def test_batches_say_how_many_tokens_are_supervised(tmp_path: Path, mode: str) -> None:
+    made = exact_set([9, 30, 17])
+    write_root(tmp_path, made=made)
+    batching = hs.Batching(max_tokens=128, mode=mode)  # type: ignore[arg-type]
+    found: dict[str, int] = {}
+    for batch in hs.HiddenStateDataset(tmp_path, batching, rank=0, world_size=1):
+        assert batch.supervised.dtype == torch.int64
+        found |= dict(zip(batch["keys"], batch.supervised.tolist(), strict=True))
+    assert found == {key: int(sample["loss_mask"].sum()) for key, sample in made.items()}
+    for batch in hs.HiddenStateDataset(tmp_path, batching, tensors=["input_ids"], rank=0, world_size=1):
+        assert batch.supervised.tolist() == batch["lengths"].tolist()
