@@ -7,6 +7,7 @@ same seed trained on exact states; a table, JSON, a plot. Runs that are done are
 
     tools/fidelity.py --quick          minutes: a smoke test of the method, not a result
     tools/fidelity.py --seeds 3        about an hour on two cores
+    tools/fidelity.py --rungs aux=bounded:0.35,topk=64 aux=bounded:0.25,last=bounded:0.08
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import platform
+import re
 import statistics
 import sys
 import time
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor
 
 import hsstream as hs
+from hsstream.cli.arguments import codec as parse_codecs
 from hsstream.estimate import from_samples
 from hsstream.sample import HIDDEN_STATES
 from hsstream.weights import load_lm_head
@@ -38,6 +41,8 @@ from hsstream.weights import load_lm_head
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "fidelity"
 CAPTURED, EXACT = "captured", "lossless"
 RUNGS = (EXACT, "fp8", "fine", "balanced", "small", "sparse")
+#: Vector width that bytes are projected to: those of the states scale with it, those of logits do not.
+WIDE = 2_880
 #: Two-sided 95 % quantiles of Student's t by degrees of freedom.
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 
@@ -56,6 +61,31 @@ class Size:
 
 QUICK = Size("quick", 6_000, 2_000, epochs=1)
 DEFAULT = Size("default", 100_000, 12_000, epochs=2)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """How states are stored. codec: as a writer takes it; top_k: logits in place of the last state."""
+
+    codec: str | dict[str, str]
+    top_k: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Rung:
+        """A preset, a codec, `aux=CODEC,last=CODEC`, or `aux=CODEC,topk=K`."""
+        if text == "sparse":
+            return cls(text, 64)
+        chosen = parse_codecs(text)
+        if isinstance(chosen, str) or "topk" not in chosen:
+            return cls(chosen)
+        return cls({name: c for name, c in chosen.items() if name != "topk"}, int(chosen["topk"]))
+
+    @property
+    def judged(self) -> str | dict[str, str]:
+        """The codec that `from_samples` takes for the errors: of the captured layers, where that is all."""
+        if isinstance(self.codec, str) or self.top_k is None:
+            return self.codec
+        return self.codec["aux_hidden_states"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,15 +139,15 @@ class Study:
 
     def root(self, rung: str) -> Path:
         """Where a rung's data set lies."""
-        return self.folder / rung.replace(":", "-")
+        return self.folder / re.sub("[:=,]", "-", rung)
 
     def _store(self, rung: str) -> None:
         reader = hs.ShardReader(self.root(CAPTURED))
-        teacher = None
-        if rung == "sparse":
+        teacher, wanted = None, Rung.parse(rung)
+        if wanted.top_k is not None:
             draft = self.target().draft_ids
-            teacher = hs.TopKTeacher(self.head, d2t=draft - torch.arange(len(draft)))
-        with hs.ShardWriter(self.root(rung), codec=rung, teacher=teacher) as writer:
+            teacher = hs.TopKTeacher(self.head, wanted.top_k, d2t=draft - torch.arange(len(draft)))
+        with hs.ShardWriter(self.root(rung), codec=wanted.codec, teacher=teacher) as writer:
             for sample in reader:
                 if sample.key not in writer:
                     states = {name: sample.tensors[name].bfloat16() for name in HIDDEN_STATES}
@@ -140,7 +170,7 @@ class Study:
 
     def score(self, rung: str, seed: int) -> dict[str, Any]:
         """Train one head on a rung and judge it on exact states; kept in the cache."""
-        done = self.folder / f"score-{rung.replace(':', '-')}-{seed}.json"
+        done = self.folder / f"score-{self.root(rung).name}-{seed}.json"
         if done.is_file():
             found: dict[str, Any] = json.loads(done.read_text())
             return found
@@ -148,7 +178,7 @@ class Study:
         training = self.batches(rung, "train", seed)
         head = draft_head.DraftHead(self.target(), layers=3, seed=seed)
         total = sum(_steps(training, epoch) for epoch in range(self.size.epochs))
-        loss = sparse_loss if rung == "sparse" else draft_head.loss_of
+        loss = draft_head.loss_of if Rung.parse(rung).top_k is None else sparse_loss
         draft_head.train(head, _epochs(training, self.size.epochs), total, loss=loss)
         score = asdict(draft_head.evaluate(head, self.batches(EXACT, "heldout", seed=0)))
         score |= {"seconds": time.monotonic() - started, "steps": total}
@@ -167,24 +197,45 @@ class Study:
             for rung in rungs:
                 scores[rung].append(self.score(rung, seed))
         exact = [score["accepted"] for score in scores[EXACT]]
-        measured = {r.name: r for r in from_samples(self._heldout(), lm_head=self.head).rungs}
+        judged = {rung: Rung.parse(rung).judged for rung in rungs}
+        found = from_samples(self._heldout(), lm_head=self.head, codecs=list(judged.values())).rungs
+        measured = {r.name: r for r in found}
         rows = []
         for rung in rungs:
             accepted = [score["accepted"] for score in scores[rung]]
-            known = measured.get(rung)
+            known = measured.get(rung) or measured.get(str(judged[rung]))
+            exact_last = known is not None and Rung.parse(rung).top_k is None
+            narrow, wide = stored_ratios(self.root(rung), WIDE)
             rows.append(
                 {
                     "rung": rung,
-                    "bytes_of_bf16": known.ratio if known else None,
+                    "bytes_of_bf16": narrow,
+                    "bytes_of_bf16_wide": wide,
                     "errors": known.errors if known else None,
-                    "kl": known.kl if known else None,
-                    "top1": known.top1 if known else None,
+                    "kl": known.kl if known and exact_last else None,
+                    "top1": known.top1 if known and exact_last else None,
                     "accepted": accepted,
                     "agreement": [statistics.fmean(step) for step in _columns(scores[rung])],
                     **_difference(accepted, exact),
                 }
             )
         return {"size": asdict(self.size), "seeds": self.seeds, **machine(), "rungs": rows}
+
+
+def stored_ratios(root: Path, wide: int) -> tuple[float, float]:
+    """Stored bytes of states and teacher for a byte of bf16 states, here and at `wide` values a vector."""
+    index = hs.ShardReader(root).index
+    schema, sizes = index.info.schema, index.table.sizes
+    tokens, layers = int(index.table.tokens.sum()), schema.by_name["aux_hidden_states"].layers
+    width = schema.by_name["aux_hidden_states"].trailing[-1]
+    nbytes = {"states": 0, "logits": 0}
+    for name, first in schema.first_member.items():
+        if name in HIDDEN_STATES or name.startswith("target_"):
+            kind = "states" if name in HIDDEN_STATES else "logits"
+            nbytes[kind] += int(sizes[:, first : first + schema.by_name[name].member_count].sum())
+    states, logits = nbytes["states"] / tokens, nbytes["logits"] / tokens
+    narrow = (states + logits) / (2 * (layers + 1) * width)
+    return narrow, (states * wide / width + logits) / (2 * (layers + 1) * wide)
 
 
 def _steps(training: hs.HiddenStateDataset, epoch: int) -> int:
@@ -248,7 +299,7 @@ def machine() -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """The report for people, in Markdown."""
     lines = [
-        "| states stored as | bytes of bf16 | error aux / last | KL, top-1 of teacher "
+        f"| states stored as | bytes of bf16 (at {WIDE:,} values) | error aux / last | KL, top-1 of teacher "
         "| accepted length | difference, 95 % |",
         "|---|---|---|---|---|---|",
     ]
@@ -256,9 +307,10 @@ def table(report: dict[str, Any]) -> str:
         errors = row["errors"] or {}
         aux = [value for name, value in errors.items() if name.startswith("aux")]
         error = f"{statistics.fmean(aux):.3f}" if aux else "-"
-        last = f"{errors['last_hidden_state']:.3f}" if "last_hidden_state" in errors else "-"
+        exact_last = row["kl"] is not None and "last_hidden_state" in errors
+        last = f"{errors['last_hidden_state']:.3f}" if exact_last else "-"
         teacher = "-" if row["kl"] is None else f"{row['kl']:.4f}, {100 * row['top1']:.1f} %"
-        ratio = "-" if row["bytes_of_bf16"] is None else f"{row['bytes_of_bf16']:.3f}"
+        ratio = f"{row['bytes_of_bf16']:.3f} ({row['bytes_of_bf16_wide']:.3f})"
         accepted = statistics.fmean(row["accepted"])
         interval = "" if not row["interval"] else " ({:+.3f} to {:+.3f})".format(*row["interval"])
         change = "-" if row["rung"] == EXACT else f"{row['difference']:+.3f}{interval}"
@@ -275,9 +327,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for row in report["rungs"]:
-        if row["bytes_of_bf16"] is not None:
-            axes.plot([row["bytes_of_bf16"]] * len(row["accepted"]), row["accepted"], "o", label=row["rung"])
-    axes.set_xlabel("bytes of bf16")
+        axes.plot([row["bytes_of_bf16_wide"]] * len(row["accepted"]), row["accepted"], "o", label=row["rung"])
+    axes.set_xlabel(f"bytes of bf16 at {WIDE:,} values a vector")
     axes.set_ylabel("mean accepted length")
     axes.legend()
     figure.savefig(path)

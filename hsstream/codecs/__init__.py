@@ -9,7 +9,7 @@ the scaled codecs, and the codec's extra bytes. Refused: dtypes the codec cannot
 codec        stored                                      bytes of bf16       default compression
 ============ =========================================== =================== ===================
 raw          the exact bytes of any dtype                1                   lz4
-planes       16-bit floats, exact, in two byte planes    0.70 with zstd      zstd
+planes       16-bit floats, exact, in two byte planes    0.69 with zstd      zstd
 fp8          e4m3fn codes, power-of-two scale a vector   0.50                lz4
 bounded:E    4- or 8-bit codes, exact escapes            0.34 at 0.02 zstd   zstd
                                                          0.14 at 0.16 zstd
