@@ -22,6 +22,9 @@ from hsstream.runs import segments
 from hsstream.sample import DELIVERED, Sample
 from hsstream.schema import TensorSpec
 
+#: A scale as it is stored.
+SCALE = np.dtype("<f4")
+
 #: payload(start, stop): those bytes of one member's payload.
 Payload = Callable[[int, int], memoryview]
 
@@ -39,12 +42,12 @@ def read_rows(
     Block by block, so that codes stay in the cache between hash and decode. Rows that were not
     stored are left alone.
     """
-    spec, pairs = tensor.spec, list(zip(members, payloads, strict=True))
+    chosen = list(zip(members, payloads, strict=True))
     for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
-        parts = [_load(tensor, member, block, payload) for member, payload in pairs]
+        parts = [_load(tensor, member, block, payload) for member, payload in chosen]
         for row, lo, hi in segments(tensor, block, tokens):
             whole = hi - lo == len(parts[0].codes)
-            write(to + row, parts if whole else [_cut(spec, part, lo, hi) for part in parts])
+            write(to + row, parts if whole else [_cut(tensor.spec, part, lo, hi) for part in parts])
 
 
 def _cut(spec: TensorSpec, part: Part, lo: int, hi: int) -> Part:
@@ -58,20 +61,20 @@ def _load(tensor: TensorHeader, member: int, block: int, payload: Payload) -> Pa
     """One checked block."""
     plain, rows = _plain(tensor, member, block, payload)
     scale_row, code_row = tensor.spec.row_bytes
-    scale_bytes, code_bytes = rows * scale_row, rows * code_row
-    stored = np.frombuffer(plain, np.uint8, code_bytes, scale_bytes).reshape(rows, code_row)
-    scales = None
-    if scale_row:
-        scales = np.frombuffer(plain, "<f4", scale_bytes // 4).reshape(rows, -1)
-    return Part(tensor.spec.codec.restore(stored), scales, plain[scale_bytes + code_bytes :])
+    scale_bytes = rows * scale_row
+    end = scale_bytes + rows * code_row
+    data = np.frombuffer(plain, np.uint8)
+    codes = tensor.spec.codec.restore(data[scale_bytes:end].reshape(rows, code_row))
+    scales = data[:scale_bytes].view(SCALE).reshape(rows, -1) if scale_row else None
+    return Part(codes, scales, plain[end:])
 
 
 def _plain(tensor: TensorHeader, member: int, block: int, payload: Payload) -> tuple[memoryview, int]:
     """The plain bytes of one block, scales, codes and extras; and its rows."""
-    spec, (first, last) = tensor.spec, tensor.block_rows(block)
-    scale_row, code_row = spec.row_bytes
-    size = (last - first) * (scale_row + code_row) + tensor.extras[member][block]
-    stored = payload(*tensor.block_bytes(member, block, block + 1))
+    first, last = tensor.block_rows(block)
+    bounds, spec = tensor.bounds[member], tensor.spec
+    size = (last - first) * sum(spec.row_bytes) + tensor.extras[member][block]
+    stored = payload(bounds[block], bounds[block + 1])
     return load_block(stored, tensor.hashes[member][block], size, spec.compression), last - first
 
 

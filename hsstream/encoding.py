@@ -154,7 +154,7 @@ def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64
 
 
 def rows_per_block(spec: TensorSpec, rows: int) -> int:
-    """Rows that make about 256 KiB of codes; more where the header would outgrow its limit."""
+    """Rows that make about 512 KiB of codes; more where the header would outgrow its limit."""
     vectors, width = spec.row_shape
     row = spec.codec.row_bytes(spec.dtype, vectors, width)
     if row > MAX_PLAIN_BLOCK // 4:

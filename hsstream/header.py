@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_PLAIN_BLOCK = 32 << 20
 #: A payload must stay below this: the size field of a ustar header ends there.
 MAX_MEMBER_BYTES = 8 << 30
-BLOCK_CODE_BYTES = 256 << 10
+BLOCK_CODE_BYTES = 512 << 10
 #: msgpack up to this size is unpacked at once: hostile bytes take 8 * UNWALKED_BYTES at 1,024 depths at most.
 UNWALKED_BYTES = 4096
 

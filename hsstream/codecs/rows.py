@@ -131,8 +131,9 @@ class Rows:
             return self._decode_torch(start, codes, scales)
         row_step, vector_step = self._steps
         place = (start * row_step, row_step, vector_step, self._width)
-        signed = tuple(each.view(self._form.dtype) for each in codes)
-        return int(kernel(signed, tuple(scales), self._flat, *place, *self._limits))
+        if self._form.dtype is not np.uint8:
+            codes = [each.view(self._form.dtype) for each in codes]
+        return int(kernel(tuple(codes), tuple(scales), self._flat, *place, *self._limits))
 
     def _kernel(self, members: int) -> Callable[..., int] | None:
         if members not in self._kernels:

@@ -34,7 +34,7 @@ CODECS = {
     "bounded:0.25": STATES,
 }
 #: Code bytes of a block: a row a block, a few rows, and what the writer does.
-BLOCKS = (1, 96, 256 << 10)
+BLOCKS = (1, 96, 512 << 10)
 extents = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 

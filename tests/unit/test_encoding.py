@@ -81,15 +81,15 @@ def test_rows_that_a_loss_can_reach(mask: list[int], ttt: int, expected: list[li
     assert reachable_runs(torch.tensor(mask), ttt).tolist() == expected
 
 
-def test_rows_per_block_keep_a_block_near_256_kib_and_the_header_small() -> None:
+def test_rows_per_block_keep_a_block_near_512_kib_and_the_header_small() -> None:
     def per_block(rows: int, *trailing: int, dtype: torch.dtype = torch.bfloat16, codec: str = "raw") -> int:
         spec = schema_of(
             prepare_sample("k", {"a": torch.zeros(1, *trailing, dtype=dtype)}), {"a": codec}, None
         )
         return rows_per_block(spec.tensors[0], rows)
 
-    assert per_block(1000, 4096, codec="fp8") == 64
-    assert per_block(1000, 4096) == 32
+    assert per_block(1000, 4096, codec="fp8") == 128
+    assert per_block(1000, 4096) == 64
     assert per_block(1000, 300_000, codec="fp8") == 1
     # A million tokens of eight layers: no more blocks than their part of the header holds.
     assert -(-1_000_000 // per_block(1_000_000, 8, 4096, codec="fp8")) * 8 * 16 <= 1 << 18

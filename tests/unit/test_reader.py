@@ -153,7 +153,7 @@ def test_a_slice_of_65536_tokens_reads_its_header_and_blocks_alone(
     header = Header.parse(LocalStore(long_root).read("hs-000000.tar", *header_range))
     wanted = {header_range}
     for tensor in header.tensors.values():
-        per_block = max(1, (256 << 10) // tensor.spec.row_bytes[1])
+        per_block = max(1, (512 << 10) // tensor.spec.row_bytes[1])
         assert tensor.rows_per_block == per_block
         for member in range(tensor.spec.member_count):
             base = table.member_range(0, reader.index.info.schema.first_member[tensor.spec.name] + member)[0]

@@ -21,7 +21,7 @@ import hsstream as hs
 from benchmark.loaders import deepspec, ours
 from benchmark.loaders.base import STATES, Batch, Epochs, Loader, groups
 
-HASH_BLOCK = 256 << 10
+HASH_BLOCK = 512 << 10
 
 Work = Callable[[int, int], None]
 
