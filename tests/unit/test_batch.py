@@ -23,7 +23,7 @@ from hsstream.batch import (
     pack_places,
     pad_places,
 )
-from hsstream.codecs import parse_codec
+from hsstream.codecs import Part, parse_codec
 from hsstream.codecs.base import ScaledCodec
 from hsstream.errors import SampleError
 from hsstream.sample import prepare_sample
@@ -130,17 +130,19 @@ def fill(
         place = places[number]
         builder.clear_padding(number, columns)
         for column in columns:
-            for at, member in enumerate(column.members):
+            parts = []
+            for member in column.members:
                 whole = prepare_sample("a", samples[number]).tensors[column.spec.name]
                 rows = whole[place.first : place.first + place.tokens]
                 value = rows if column.layers is None else rows[:, member]
                 codes = column.spec.codec.encode(
                     value.reshape(place.tokens, *column.spec.row_shape).contiguous()
                 )
-                write = builder.writer(column, number, at)
                 scales = None if codes.scales is None else codes.scales.numpy()
                 extras = memoryview(column.spec.codec.pack_extras(codes, 0, place.tokens))
-                write(0, codes.codes.numpy(), scales, extras)
+                parts.append(Part(codes.codes.numpy(), scales, extras))
+            write, row = builder.writer(column, column.spec, number)
+            write(row, parts)
 
 
 def build(
