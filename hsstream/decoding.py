@@ -42,12 +42,20 @@ def read_rows(
     Block by block, so that codes stay in the cache between hash and decode. Rows that were not
     stored are left alone.
     """
-    chosen = list(zip(members, payloads, strict=True))
+    spec, row_bytes = tensor.spec, sum(tensor.spec.row_bytes)
+    chosen = [
+        (payload, tensor.bounds[member], tensor.hashes[member], tensor.extras[member])
+        for member, payload in zip(members, payloads, strict=True)
+    ]
     for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
-        parts = [_load(tensor, member, block, payload) for member, payload in chosen]
+        first, last = tensor.block_rows(block)
+        rows, parts = last - first, []
+        for payload, bounds, hashes, extras in chosen:
+            stored = payload(bounds[block], bounds[block + 1])
+            size = rows * row_bytes + extras[block]
+            parts.append(_part(spec, rows, load_block(stored, hashes[block], size, spec.compression)))
         for row, lo, hi in segments(tensor, block, tokens):
-            whole = hi - lo == len(parts[0].codes)
-            write(to + row, parts if whole else [_cut(tensor.spec, part, lo, hi) for part in parts])
+            write(to + row, parts if hi - lo == rows else [_cut(spec, part, lo, hi) for part in parts])
 
 
 def _cut(spec: TensorSpec, part: Part, lo: int, hi: int) -> Part:
@@ -57,34 +65,32 @@ def _cut(spec: TensorSpec, part: Part, lo: int, hi: int) -> Part:
     return Part(codes[lo:hi], None if scales is None else scales[lo:hi], extras)
 
 
-def _load(tensor: TensorHeader, member: int, block: int, payload: Payload) -> Part:
-    """One checked block."""
-    plain, rows = _plain(tensor, member, block, payload)
-    scale_row, code_row = tensor.spec.row_bytes
+def _part(spec: TensorSpec, rows: int, plain: memoryview) -> Part:
+    """Scales, codes and extras of a checked block."""
+    scale_row, code_row = spec.row_bytes
     scale_bytes = rows * scale_row
     end = scale_bytes + rows * code_row
     data = np.frombuffer(plain, np.uint8)
-    codes = tensor.spec.codec.restore(data[scale_bytes:end].reshape(rows, code_row))
-    scales = data[:scale_bytes].view(SCALE).reshape(rows, -1) if scale_row else None
-    return Part(codes, scales, plain[end:])
-
-
-def _plain(tensor: TensorHeader, member: int, block: int, payload: Payload) -> tuple[memoryview, int]:
-    """The plain bytes of one block, scales, codes and extras; and its rows."""
-    first, last = tensor.block_rows(block)
-    bounds, spec = tensor.bounds[member], tensor.spec
-    size = (last - first) * sum(spec.row_bytes) + tensor.extras[member][block]
-    stored = payload(bounds[block], bounds[block + 1])
-    return load_block(stored, tensor.hashes[member][block], size, spec.compression), last - first
+    codes = spec.codec.restore(data[scale_bytes:end].reshape(rows, code_row))
+    if not scale_row:
+        return Part(codes, None, plain[end:])
+    return Part(codes, data[:scale_bytes].view(SCALE).reshape(rows, scale_row // 4), plain[end:])
 
 
 def plain_from_stored(tensor: TensorHeader, payload_of: Callable[[int], Payload]) -> PlainTensor:
     """A stored tensor as plain blocks, hashes checked, nothing decoded. payload_of: as in `read_tensor`."""
-    plain = PlainTensor(tensor.spec, tensor.rows, tensor.rows_per_block, [], [], tensor.row_runs)
-    with located(tensor=tensor.spec.name):
-        for member in range(tensor.spec.member_count):
-            payload, blocks = payload_of(member), range(tensor.block_count)
-            plain.blocks.append([bytes(_plain(tensor, member, block, payload)[0]) for block in blocks])
+    spec = tensor.spec
+    plain = PlainTensor(spec, tensor.rows, tensor.rows_per_block, [], [], tensor.row_runs)
+    with located(tensor=spec.name):
+        for member in range(spec.member_count):
+            payload, blocks = payload_of(member), []
+            for block in range(tensor.block_count):
+                first, last = tensor.block_rows(block)
+                size = (last - first) * sum(spec.row_bytes) + tensor.extras[member][block]
+                stored = payload(*tensor.block_bytes(member, block, block + 1))
+                expected = tensor.hashes[member][block]
+                blocks.append(bytes(load_block(stored, expected, size, spec.compression)))
+            plain.blocks.append(blocks)
             plain.extras.append(tensor.extras[member])
     return plain
 

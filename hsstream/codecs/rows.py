@@ -99,6 +99,7 @@ class Rows:
         self._rows, self._vectors, self._width = out.shape
         self._steps = out.stride()[:2]
         self._limits = (int(form.packed), form.bad, backend.FIRST_INFINITE[deliver])
+        self._keeps_codes = out.dtype == torch.uint8
         self._kernels: dict[int, Callable[..., int] | None] = {}
 
     def __call__(self, start: int, parts: Sequence[Part]) -> None:
@@ -118,8 +119,9 @@ class Rows:
             scales.append(part.scales)
         self._accept(self._decode(start, codes, scales))
         for number, part in enumerate(parts):
-            place = Place(start, len(part.codes), number * vectors, vectors)
-            self._finish(place, scales[number], part.extras)
+            if self._keeps_codes or len(part.extras):
+                place = Place(start, len(part.codes), number * vectors, vectors)
+                self._finish(place, scales[number], part.extras)
 
     def _accept(self, status: int) -> None:
         if status != backend.OK:
@@ -152,7 +154,7 @@ class Rows:
             status = self._form.status(codes_RVH, scales[number], self._deliver)
             if status != backend.OK:
                 return status
-            if target.dtype == torch.uint8:
+            if self._keeps_codes:
                 target.numpy()[...] = codes_RVH
             elif codes_RVH.size:
                 self._form.decode(codes_RVH, scales[number], target)
@@ -180,8 +182,6 @@ class ValueRows(Rows):
         self._patch = jit.patcher(backend.numpy_dtype(source), rows) if jit and form.escapes else None
 
     def _finish(self, place: Place, scales: NDArray[np.float32], extras: memoryview) -> None:  # noqa: ARG002
-        if not len(extras):
-            return
         if self._patch is None:
             self._accept(self._patch_torch(place, extras))
             return
