@@ -302,7 +302,7 @@ class BatchBuilder:
     def finish(self, keys: list[str], meta: list[dict[str, Any]], extra: Sequence[str]) -> Batch:
         """The batch, once every row is written. extra: `position_ids`, `document_ids`."""
         batch = Batch({name: slot.delivered() for name, slot in self._slots.items()})
-        lengths = torch.tensor([place.tokens for place in self._places], dtype=torch.int64)
+        lengths = torch.from_numpy(np.array([place.tokens for place in self._places], np.int64))
         mask = np.zeros(self._shape, np.bool_)
         for place in self._places:
             mask[place.row, place.start : place.start + place.tokens] = True

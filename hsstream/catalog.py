@@ -7,9 +7,11 @@ roots whose tensors or model facts differ, with the field named (SchemaMismatchE
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +68,8 @@ class Catalog:
         return [len(source.index.table) for source in self.sources]
 
     @cached_property
-    def _begins(self) -> NDArray[np.int64]:
-        return np.cumsum([0, *self.counts])
+    def _begins(self) -> list[int]:
+        return list(accumulate(self.counts, initial=0))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -107,8 +109,8 @@ class Catalog:
 
     def source_of(self, sample: int) -> tuple[Source, int]:
         """The source of a sample of the catalog, and its number there."""
-        number = int(np.searchsorted(self._begins, sample, side="right")) - 1
-        return self.sources[number], sample - int(self._begins[number])
+        number = bisect_right(self._begins, sample) - 1
+        return self.sources[number], sample - self._begins[number]
 
     def request(self, sample: int, start: int, stop: int, columns: Sequence[Column]) -> Request:
         """What must be read for tokens [start, stop) of a sample."""

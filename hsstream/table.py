@@ -100,15 +100,18 @@ class SampleTable:
         result: NDArray[np.int64] = (TAR_BLOCK + _padded(self.sizes)).sum(axis=1)
         return result
 
-    def member_starts(self, sample: int) -> NDArray[np.int64]:
-        """Where in the shard the payload of each member of a sample begins: [M]."""
-        taken = TAR_BLOCK + _padded(self.sizes[sample])
-        result: NDArray[np.int64] = self.offset[sample] + TAR_BLOCK + np.cumsum(taken) - taken
-        return result
+    def member_starts(self, sample: int) -> list[int]:
+        """Where in the shard the payload of each member of a sample begins, M of them."""
+        start, starts = int(self.offset[sample]), []
+        for size in self.sizes[sample].tolist():
+            start += TAR_BLOCK
+            starts.append(start)
+            start += -(-size // TAR_BLOCK) * TAR_BLOCK
+        return starts
 
     def member_range(self, sample: int, member: int) -> tuple[int, int]:
         """Byte range in the shard of one member's payload."""
-        start = int(self.member_starts(sample)[member])
+        start = self.member_starts(sample)[member]
         return start, start + int(self.sizes[sample, member])
 
     def take(self, rows: NDArray[np.int64]) -> SampleTable:

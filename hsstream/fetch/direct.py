@@ -48,7 +48,7 @@ class DirectBytes:
 
     def member(self, column: int) -> Payload:
         """Views of one read of the whole member, or a read for each range of a token range."""
-        request, start = self._request, int(self._starts[column])
+        request, start = self._request, self._starts[column]
 
         def read(a: int, b: int) -> memoryview:
             self._clock.add(bytes_read=b - a)
@@ -57,7 +57,7 @@ class DirectBytes:
         if not request.whole:
             return read
         size = int(request.table.sizes[request.sample, column])
-        first, span = int(self._starts[0]), self._whole()
+        first, span = self._starts[0], self._whole()
         view = read(0, size) if span is None else span[start - first : start - first + size]
         return lambda a, b: view[a:b]
 
@@ -66,8 +66,8 @@ class DirectBytes:
         for each read, and this is most of what a mapped one costs."""
         request = self._request
         if self._span is None:
-            first = int(self._starts[0])
-            stop = int(self._starts[-1] + request.table.sizes[request.sample, -1])
+            first = self._starts[0]
+            stop = self._starts[-1] + int(request.table.sizes[request.sample, -1])
             if request.nbytes >= WORTHWHILE * (stop - first - TAR_BYTES * len(self._starts)):
                 self._clock.add(bytes_read=stop - first)
                 self._span = request.store.read(request.shard, first, stop)

@@ -75,10 +75,10 @@ def group_reads(
 
 def _whole_ranges(request: Request) -> Iterator[Range]:
     """The header and every wanted member."""
-    starts, sizes = request.table.member_starts(request.sample), request.table.sizes[request.sample]
+    starts, sizes = request.table.member_starts(request.sample), request.table.sizes[request.sample].tolist()
     for member in (0, *request.members):
         if sizes[member]:
-            yield int(starts[member]), int(starts[member] + sizes[member])
+            yield starts[member], starts[member] + sizes[member]
 
 
 def _block_ranges(request: Request, header: Header | None) -> Iterator[Range]:
@@ -92,7 +92,7 @@ def _block_ranges(request: Request, header: Header | None) -> Iterator[Range]:
         for member in members:
             a, b = tensor.block_bytes(member, *blocks)
             if a < b:
-                yield int(starts[first + member]) + a, int(starts[first + member]) + b
+                yield starts[first + member] + a, starts[first + member] + b
 
 
 def joined(pieces: Sequence[Piece], most: int = CHUNK_BYTES) -> Iterator[tuple[int, int, set[int]]]:

@@ -66,7 +66,7 @@ class RemoteBytes:
 
     def member(self, column: int) -> Payload:
         """Access to the payload of a member."""
-        base = int(self.request.table.member_starts(self.request.sample)[column])
+        base = self.request.table.member_starts(self.request.sample)[column]
         return lambda a, b: self._bytes(base + a, base + b)
 
     def _bytes(self, start: int, stop: int) -> memoryview:

@@ -37,7 +37,7 @@ class Request:
     @cached_property
     def nbytes(self) -> int:
         """Stored bytes, estimated for token ranges."""
-        sizes = self.table.sizes[self.sample]
-        total = int(sizes[self.members].sum())
+        sizes: list[int] = self.table.sizes[self.sample].tolist()
+        total = sum(sizes[member] for member in self.members)
         part = 1.0 if self.whole else (self.stop - self.start) / max(1, int(self.table.tokens[self.sample]))
-        return int(sizes[0]) + int(total * part)
+        return sizes[0] + int(total * part)

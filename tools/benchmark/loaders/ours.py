@@ -23,12 +23,11 @@ def write(source: Source, folder: Path, codec: str = "fp8", **options: Any) -> N
 
 def dataset(root: str | Path, **options: Any) -> hs.HiddenStateDataset:
     """Batches like those of the other loaders."""
-    return hs.HiddenStateDataset(
-        root,
-        batching=hs.Batching(batch_size=BATCH, pad="longest"),
-        order=hs.Order(shuffle=False),
-        **{"threads": int(os.environ.get(THREADS, "1"))} | options,
-    )
+    usual = {
+        "batching": hs.Batching(batch_size=BATCH, pad="longest"),
+        "threads": int(os.environ.get(THREADS, "1")),
+    }
+    return hs.HiddenStateDataset(root, order=hs.Order(shuffle=False), **usual | options)
 
 
 def opened(folder: Path, **options: Any) -> Epochs:
