@@ -8,7 +8,7 @@ and `seal` (compression, hashes, header). Refused: non-finite values, rows too l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +144,11 @@ def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64
     rows = value.shape[0]
     per_block = rows_per_block(spec, rows)
     plain = PlainTensor(spec, rows, per_block, [], [], runs)
+    if spec.layers and spec.codec.side_by_side and rows <= per_block and value.device.type == "cpu":
+        for block, extra in _encode_together(spec, value):
+            plain.blocks.append([block])
+            plain.extras.append([extra])
+        return plain
     for member in value.unbind(1) if spec.layers else (value,):
         blocks, extras = _encode_member(spec, member.reshape(rows, *spec.row_shape), per_block)
         if (nbytes := sum(map(len, blocks))) >= MAX_MEMBER_BYTES:
@@ -181,6 +186,19 @@ def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tu
             blocks.append(block)
             extras.append(extra)
     return blocks, extras
+
+
+def _encode_together(spec: TensorSpec, values: torch.Tensor) -> Iterator[tuple[bytes, int]]:
+    """The members of a small tensor [R, L, ...], a block each, by one call of the encoder."""
+    rows, (vectors, width) = values.shape[0], spec.row_shape
+    codes = _encode_rows(spec, values.reshape(rows, spec.member_count * vectors, width), 0)
+    _, row = spec.row_bytes
+    for member in range(spec.member_count):
+        scales = codes.scales
+        if scales is not None:
+            scales = scales[:, member * vectors : (member + 1) * vectors]
+        own = Codes(codes.codes[:, member * row : (member + 1) * row], scales)
+        yield _plain_block(spec, own, 0, rows)
 
 
 def _encode_rows(spec: TensorSpec, values: torch.Tensor, start: int) -> Codes:

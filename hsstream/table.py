@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hsstream.blocks import digest
@@ -52,8 +51,8 @@ def facts_of(sample: Sample) -> SampleFacts:
     mask, ids = sample.tensors.get("loss_mask"), sample.tensors.get("input_ids")
     count, first, last = sample.tokens, 0, sample.tokens - 1
     if mask is not None:
-        positions = torch.nonzero(mask).flatten()
-        count = positions.numel()
+        positions = np.flatnonzero(mask.cpu().numpy())
+        count = len(positions)
         first, last = (int(positions[0]), int(positions[-1])) if count else (0, 0)
     ids_hash = 0 if ids is None else digest(ids.cpu().contiguous().numpy().astype("<i4", copy=False))
     return SampleFacts(sample.key, sample.tokens, count, first, last, ids_hash)

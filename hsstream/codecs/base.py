@@ -61,6 +61,8 @@ class Codec(ABC):
     scaled: ClassVar[bool]
     """Whether every vector has a float32 scale."""
     default_compression: ClassVar[str]
+    side_by_side: ClassVar[bool] = False
+    """Whether the codes of V vectors are those of each alone, one after another, and nothing beside them."""
     repeats: ClassVar[bool] = False
     """Whether sequences of stored bytes come again, as in ids and masks: then matches are worth a search."""
 

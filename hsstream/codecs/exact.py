@@ -38,6 +38,7 @@ class Raw(Codec):
     name = "raw"
     scaled = False
     default_compression = "lz4"
+    side_by_side = True
     repeats = True
 
     def params(self) -> dict[str, int | float | str]:

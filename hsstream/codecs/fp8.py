@@ -32,6 +32,7 @@ class Fp8(ScaledCodec):
 
     name = "fp8"
     default_compression = "lz4"
+    side_by_side = True
 
     def params(self) -> dict[str, int | float | str]:
         return {}
