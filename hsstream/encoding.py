@@ -224,8 +224,9 @@ def _contiguous(values: torch.Tensor) -> torch.Tensor:
         copied = np.ascontiguousarray(values.view(INTEGERS[values.itemsize]).numpy())
         dense = torch.from_numpy(copied).view(values.dtype)
     _, vectors, width = values.shape
+    steps = (vectors * width, width, 1)
     # An axis of one entry may have any stride, but views as bytes want 1 in the last.
-    return dense.as_strided(values.shape, (vectors * width, width, 1))
+    return dense if dense.stride() == steps else dense.as_strided(values.shape, steps)
 
 
 def _not_finite(values: torch.Tensor, start: int) -> NonFiniteError:

@@ -179,8 +179,10 @@ def prepare_sample(
         raise SampleError("tensors must be a non-empty dict of name -> tensor")
     converted = {name: _as_tensor(name, value) for name, value in tensors.items()}
     tokens = _common_tokens(converted)
-    kept = _real_range(attention_mask, tokens)
-    ordered = {name: _storage_form(name, converted[name][kept]) for name in member_order(converted)}
+    if attention_mask is not None:
+        kept = _real_range(attention_mask, tokens)
+        converted = {name: value[kept] for name, value in converted.items()}
+    ordered = {name: _storage_form(name, converted[name]) for name in member_order(converted)}
     if meta is not None and not isinstance(meta, Mapping):
         raise SampleError(f"meta must be a dict, got {type(meta).__name__}")
     return Sample(key, ordered, _plain_meta(meta or {}, "meta", 1))
@@ -245,8 +247,6 @@ def _common_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _real_range(attention_mask: Any, tokens: int) -> slice:
     """The range of real tokens: non-zero in the mask, padded on the left, the right, both or neither."""
-    if attention_mask is None:
-        return slice(0, tokens)
     try:
         mask = torch.as_tensor(attention_mask)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -284,10 +284,20 @@ def _storage_form(name: str, value: torch.Tensor) -> torch.Tensor:
     if dtype is torch.int32 and (value.dtype.is_floating_point or value.dtype is torch.bool):
         raise SampleError(f"{name} must be integers, got {value.dtype}")
     stored = value.to(dtype)
-    if not torch.equal(stored.to(value.dtype), value) or (dtype is torch.uint8 and bool((stored > 1).any())):
+    if not _fits(value, stored):
         allowed = "0 and 1" if dtype is torch.uint8 else "32-bit integers"
         raise SampleError(f"{name} holds values other than {allowed}")
     return stored
+
+
+def _fits(value: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Whether ids or a mask are what was stored of them: 32-bit integers, or 0 and 1."""
+    if value.dtype.is_floating_point:
+        return torch.equal(stored.to(value.dtype), value) and not bool((stored > 1).any())
+    # numpy, several times as fast as torch on few values
+    found = value.cpu().numpy()
+    least, most = (0, 1) if stored.dtype is torch.uint8 else (-(2**31), 2**31 - 1)
+    return bool(found.min() >= least and found.max() <= most)
 
 
 def _plain_meta(value: Any, where: str, depth: int) -> Any:

@@ -97,6 +97,8 @@ def flat_view(rows: torch.Tensor) -> NDArray[Any]:
         return np.empty(0, numpy_view)
     if rows.shape[2] > 1 and rows.stride(2) != 1:
         raise SampleError(f"the last axis must be dense, found strides {rows.stride()}")
+    if rows.is_contiguous():
+        return rows.detach().view(torch_view).numpy().reshape(-1).view(numpy_view)
     length = 1 + sum((size - 1) * step for size, step in zip(rows.shape, rows.stride(), strict=True))
     return rows.detach().as_strided((length,), (1,)).view(torch_view).numpy().view(numpy_view)
 
