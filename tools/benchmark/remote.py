@@ -94,7 +94,7 @@ def _table(places: list[Place], facts: SourceFacts, rate: float, rounds: int) ->
         Column("first_s", "first batch s", ".2f"),
     )
     together = f"All connections together {rate / 1e6:g} MB/s"
-    note = f"{together}; medians of {rounds} interleaved epochs. First batch: from opening on, imports not counted."
+    note = f"{together}; medians of {rounds} interleaved epochs. First batch: imports not counted."
     return Table("remote", "Behind a link", columns, rows, [note], chart="ratio")
 
 
