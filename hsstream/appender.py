@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hsstream.encoding import PlainRecord, Record, seal
@@ -59,9 +60,9 @@ class _Bytes:
             self._changed.notify_all()
 
 
-#: A record below this is handed over with its neighbours, once they are so many bytes or records: waking two
-#: threads takes longer than sealing and appending it.
-SMALL_BYTES, GATHERED_BYTES, GATHERED_RECORDS = 1 << 20, 8 << 20, 64
+#: A record below this is handed over with its neighbours, once they are so many bytes or records, or the
+#: thread has had nothing to do for so many seconds: waking two threads takes longer than sealing it.
+SMALL_BYTES, GATHERED_BYTES, GATHERED_RECORDS, GATHERED_SECONDS = 1 << 20, 8 << 20, 64, 0.25
 
 _Item = tuple["Future[Record] | PlainRecord", SampleFacts, int]
 
@@ -84,6 +85,7 @@ class Appender:
         self._budget = _Bytes(queue_bytes)
         self._items: queue.SimpleQueue[list[_Item] | Future[None] | None] = queue.SimpleQueue()
         self._gathered: list[_Item] = []
+        self._gathering = threading.Lock()
         self._gathered_bytes, self._most_gathered = 0, min(GATHERED_BYTES, queue_bytes // 4)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-seal")
         self._pending: PendingFile | None = None
@@ -103,18 +105,20 @@ class Appender:
         self._budget.take(nbytes, lambda: self.failure is not None)
         self.check()
         if small:
-            self._gathered.append((plain, facts, nbytes))
-            self._gathered_bytes += nbytes
-            if len(self._gathered) == GATHERED_RECORDS:
+            with self._gathering:
+                self._gathered.append((plain, facts, nbytes))
+                self._gathered_bytes += nbytes
+            if len(self._gathered) >= GATHERED_RECORDS:
                 self._hand_over()
         else:
             self._items.put([(self._pool.submit(seal, plain), facts, nbytes)])
 
     def _hand_over(self) -> None:
-        """Queue the small records that were gathered."""
-        if self._gathered:
-            self._items.put(self._gathered)
-            self._gathered, self._gathered_bytes = [], 0
+        """Queue the small records that were gathered; in the caller's thread, or in the appending one."""
+        with self._gathering:
+            if self._gathered:
+                self._items.put(self._gathered)
+                self._gathered, self._gathered_bytes = [], 0
 
     def check(self) -> None:
         """Raise the failure of a thread, if there was one."""
@@ -142,7 +146,7 @@ class Appender:
         self.check()
 
     def _run(self) -> None:
-        while (item := self._items.get()) is not None:
+        while (item := self._next()) is not None:
             if isinstance(item, Future):
                 self._try_seal()
                 item.set_result(None)
@@ -153,6 +157,12 @@ class Appender:
             del item, entry
         if self._builder is not None:
             self._try_seal()
+
+    def _next(self) -> list[_Item] | Future[None] | None:
+        while True:
+            with suppress(queue.Empty):
+                return self._items.get(timeout=GATHERED_SECONDS)
+            self._hand_over()
 
     def _take(self, record: Future[Record] | PlainRecord, facts: SampleFacts, nbytes: int) -> None:
         try:

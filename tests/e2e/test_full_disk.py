@@ -238,7 +238,9 @@ def test_a_place_that_becomes_read_only_while_writing_says_so(mount: Mount) -> N
     writer = hs.ShardWriter(root, codec="raw", shard_samples=1, name="w")
     writer.write("a", noise(0))
     writer.write("b", noise(1))
+    deadline = time.monotonic() + 60
     while writer.stats().shards < 1:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     done = subprocess.run(["mount", "-o", "remount,ro", root], check=False, capture_output=True)
     if done.returncode:  # a file that is open for writing keeps it writable: make it full instead

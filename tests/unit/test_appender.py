@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -186,6 +187,7 @@ def test_small_records_are_handed_over_together_and_keep_their_place(
 ) -> None:
     size = plain("s0")[0].nbytes
     monkeypatch.setattr(appender_module, "SMALL_BYTES", size + 1)
+    monkeypatch.setattr(appender_module, "GATHERED_SECONDS", GUARD)
     appender = started(LocalStore(tmp_path), queue_bytes=8 * size)
     queued = appender._items
     monkeypatch.setattr(appender, "_items", Recorded(queued))
@@ -215,8 +217,8 @@ class Recorded:
             self.seen.append([facts.key for _, facts, _ in item])
         self._queue.put(item)
 
-    def get(self) -> Any:
-        return self._queue.get()
+    def get(self, timeout: float) -> Any:
+        return self._queue.get(timeout=timeout)
 
 
 @pytest.mark.parametrize("bad", ["s0", "s2"])
@@ -379,3 +381,14 @@ def test_limits_are_about_the_whole_file(tmp_path: Path) -> None:
     assert all(path.stat().st_size <= limit for path in (tmp_path / "root").iterdir())
     assert len(appender.sealed.shards) > 1
     assert list(readable(tmp_path / "root")) == list(SAMPLES)
+
+
+def test_a_small_record_does_not_wait_for_others(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, shard_samples=1)
+    writer.write("a", exact(5))
+    writer.write("b", exact(6))
+    deadline = time.monotonic() + GUARD
+    while not list(tmp_path.glob("*.tar")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [path.name for path in tmp_path.glob("*.tar")] == ["hs-000000.tar"]
+    writer.close()
