@@ -6,13 +6,14 @@ style heads (training-time test, draft vocabulary, soft targets) trained on it, 
 same seed trained on exact states; a table, JSON, a plot. Runs that are done are not repeated.
 
     tools/fidelity.py --quick          minutes: a smoke test of the method, not a result
-    tools/fidelity.py --seeds 3        about an hour on two cores
+    tools/fidelity.py --seeds 3        one and a half hours on two cores
     tools/fidelity.py --rungs aux=bounded:0.35,topk=64 aux=bounded:0.25,last=bounded:0.08
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import platform
@@ -97,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all results here")
     parser.add_argument("--plot", type=Path, help="bytes against acceptance length, as PNG")
     args = parser.parse_args(argv)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     size = QUICK if args.quick else DEFAULT
     rungs = [EXACT, *(rung for rung in args.rungs if rung != EXACT)]
     study = Study(size, 2 if args.quick else args.seeds)
