@@ -180,6 +180,11 @@ class _Running:
         if last:
             self.samples[number].release()
 
+    def forget(self) -> None:
+        """Nobody waits any more: errors lead back to this job, and would keep its connections."""
+        with self._changed:
+            self._failures.clear()
+
     def wait(self, seconds: float) -> bool:
         """Until all tasks are done, or the time is over: False. Raises the first error as soon as there is
         one."""
@@ -234,17 +239,19 @@ def stream(
         elif threading.current_thread().name.startswith("hsstream-"):
             # Garbage collection met a forgotten stream in one of its own threads, which cannot join itself.
             end = threading.Thread(
-                target=_end, args=(fetcher, decoders, clock), name="hsstream-end", daemon=True
+                target=_end, args=(fetcher, decoders, clock, list(running)), name="hsstream-end", daemon=True
             )
             end.start()
         else:
-            _end(fetcher, decoders, clock)
+            _end(fetcher, decoders, clock, list(running))
 
 
-def _end(fetcher: Fetcher[Job], decoders: _Decoders, clock: Clock) -> None:
+def _end(fetcher: Fetcher[Job], decoders: _Decoders, clock: Clock, running: list[_Running]) -> None:
     fetcher.close()
     decoders.close()
     clock.stop()
+    for each in running:
+        each.forget()
 
 
 def _has_room(running: deque[_Running], limit: int, nbytes: int) -> bool:

@@ -14,9 +14,9 @@ from hsstream.fetch.remote import RemoteFetcher
 from hsstream.fetch.request import Request
 from hsstream.stats import Clock
 
-#: The first group is the first job alone, so that its batch need not wait for what a later one is joined
-#: with; the second has this many bytes, each further one twice as many.
-SECOND_GROUP_BYTES = 16 << 20
+#: The first group is the first job, and small ones behind it, so that its batch need not wait for what a
+#: later one is joined with; the second has as many bytes as this says, each further one twice as many.
+FIRST_GROUP_BYTES, SECOND_GROUP_BYTES = 4 << 20, 16 << 20
 
 Job = TypeVar("Job")
 
@@ -32,7 +32,7 @@ class Fetcher(Generic[Job]):
     def __init__(self, jobs: Iterable[tuple[Job, list[Request]]], limit: int, clock: Clock) -> None:
         self._jobs = iter(jobs)
         self._limit, self._clock = limit, clock
-        self._group_bytes = 0
+        self._group_bytes = min(FIRST_GROUP_BYTES, limit // 2)
         self._ready: deque[tuple[Job, list[SampleBytes]]] = deque()
         self._remote: RemoteFetcher | None = None
 

@@ -28,7 +28,7 @@ from hsstream.storage import Store
 
 FETCH_THREADS = 16
 #: Reads are cut finer under a small limit, so that several run side by side, but not finer than this.
-SMALLEST_CHUNK = 256 << 10
+SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 1 << 20
 #: Seconds between two attempts to break the reads of a stream that ends, and until a thread that cannot be
 #: broken off (it waits for a connection to open, or a name server) is left to end by itself.
 CLOSE_PAUSE, CLOSE_SECONDS = 0.05, 10.0
@@ -199,7 +199,7 @@ class RemoteFetcher:
         if group.first > 0:
             return self._chunk
         part = sum(request.nbytes for request, _ in group.requests) // len(self._threads)
-        return min(self._chunk, max(SMALLEST_CHUNK, part))
+        return min(self._chunk, max(FIRST_CHUNK, part))
 
     def _plan_or_fail(self, group: _Group) -> None:
         """In a thread of this fetcher: whatever goes wrong, nobody shall wait for the group for ever."""
