@@ -42,18 +42,11 @@ def read_rows(
     Block by block, so that codes stay in the cache between hash and decode. Rows that were not
     stored are left alone.
     """
-    spec, row_bytes = tensor.spec, sum(tensor.spec.row_bytes)
-    chosen = [
-        (payload, tensor.bounds[member], tensor.hashes[member], tensor.extras[member])
-        for member, payload in zip(members, payloads, strict=True)
-    ]
+    spec, chosen = tensor.spec, list(zip(members, payloads, strict=True))
     for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
         first, last = tensor.block_rows(block)
-        rows, parts = last - first, []
-        for payload, bounds, hashes, extras in chosen:
-            stored = payload(bounds[block], bounds[block + 1])
-            size = rows * row_bytes + extras[block]
-            parts.append(_part(spec, rows, load_block(stored, hashes[block], size, spec.compression)))
+        rows = last - first
+        parts = [_part(spec, rows, _plain(tensor, member, block, rows, get)) for member, get in chosen]
         for row, lo, hi in segments(tensor, block, tokens):
             write(to + row, parts if hi - lo == rows else [_cut(spec, part, lo, hi) for part in parts])
 
@@ -63,6 +56,13 @@ def _cut(spec: TensorSpec, part: Part, lo: int, hi: int) -> Part:
     codes, scales, extras = part
     extras = spec.codec.crop_extras(extras, (lo, hi), spec.row_shape, spec.dtype)
     return Part(codes[lo:hi], None if scales is None else scales[lo:hi], extras)
+
+
+def _plain(tensor: TensorHeader, member: int, block: int, rows: int, payload: Payload) -> memoryview:
+    """The checked plain bytes of a block of so many rows: scales, codes and extras."""
+    size = rows * sum(tensor.spec.row_bytes) + tensor.extras[member][block]
+    stored = payload(*tensor.block_bytes(member, block, block + 1))
+    return load_block(stored, tensor.hashes[member][block], size, tensor.spec.compression)
 
 
 def _part(spec: TensorSpec, rows: int, plain: memoryview) -> Part:
@@ -86,10 +86,7 @@ def plain_from_stored(tensor: TensorHeader, payload_of: Callable[[int], Payload]
             payload, blocks = payload_of(member), []
             for block in range(tensor.block_count):
                 first, last = tensor.block_rows(block)
-                size = (last - first) * sum(spec.row_bytes) + tensor.extras[member][block]
-                stored = payload(*tensor.block_bytes(member, block, block + 1))
-                expected = tensor.hashes[member][block]
-                blocks.append(bytes(load_block(stored, expected, size, spec.compression)))
+                blocks.append(bytes(_plain(tensor, member, block, last - first, payload)))
             plain.blocks.append(blocks)
             plain.extras.append(tensor.extras[member])
     return plain

@@ -160,8 +160,8 @@ def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64
 
 def rows_per_block(spec: TensorSpec, rows: int) -> int:
     """Rows that make about 512 KiB of codes; more where the header would outgrow its limit."""
-    vectors, width = spec.row_shape
-    row = spec.codec.row_bytes(spec.dtype, vectors, width)
+    vectors, _ = spec.row_shape
+    _, row = spec.row_bytes
     if row > MAX_PLAIN_BLOCK // 4:
         raise SampleError(f"one row takes {row} bytes, above {MAX_PLAIN_BLOCK // 4}")
     most_blocks = MAX_HEADER_BYTES // 4 // HEADER_BYTES_PER_BLOCK // spec.member_count

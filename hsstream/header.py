@@ -224,8 +224,7 @@ class TensorHeader:
                 largest += max(extras, default=0)
             if max(largest, *stored, 0) > MAX_PLAIN_BLOCK:
                 raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
-            members = [slice(first, first + blocks) for first in range(0, count, max(1, blocks))]
-            members = members or [slice(0, 0)] * spec.member_count
+            members = [slice(n * blocks, (n + 1) * blocks) for n in range(spec.member_count)]
             return cls(
                 spec,
                 rows,

@@ -184,7 +184,7 @@ class ShardWriter:
         """The first half of `write`: validate and encode. NaN and Inf are refused whatever `on_nonfinite`.
 
         Several threads may prepare at once when the first sample has been appended. ready: tensors that
-        are encoded already, as in `record.encode`.
+        are encoded already, as in `encoding.encode`.
         """
         self._check_open()
         check_key(key)

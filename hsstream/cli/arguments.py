@@ -89,6 +89,14 @@ def open_root(args: argparse.Namespace) -> Source:
     return open_catalog(args.root, storage_options(args)).first
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between: 1,14,26."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
+
+
 def positive(text: str) -> int:
     """An integer of 1 or more."""
     try:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, codec, positive, storage_option, storage_options
+from hsstream.cli.arguments import Commands, codec, integers, positive, storage_option, storage_options
 from hsstream.cli.output import count, echo, echo_json, size, table
 from hsstream.errors import HsStreamError, SampleError
 from hsstream.estimate import (
@@ -60,19 +60,12 @@ def _state_arguments(group: argparse._ArgumentGroup) -> None:
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
     add("--model", metavar="DIR", help="in place of PATH: run this model on --text for a minute")
     add("--text", metavar="FILE", nargs="+", type=Path, default=[], help="text to run --model on")
-    add("--layers", metavar="ID,ID", type=_layers, help="with --model: captured layers; EAGLE-3's by default")
+    add("--layers", metavar="ID,ID", type=integers, help="captured by --model; EAGLE-3's by default")
     add("--lm-head", metavar="MODEL", help="model folder or safetensors file: judge the teacher")
     add("--hidden", metavar="H", type=positive, help="values of a vector")
     add("--vectors", metavar="N", type=positive, default=4, help="vectors a token (%(default)s)")
     add("--tokens", metavar="N", type=number, help="of the whole data set: 21033536, 87.8M, 1.2G")
     add("--samples", metavar="N", type=number, help="of the whole data set, in place of --tokens")
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
 
 
 def number(text: str) -> int:

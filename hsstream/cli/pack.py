@@ -18,7 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_option, storage_options
+from hsstream.cli.arguments import (
+    Commands,
+    Parser,
+    codec,
+    integers,
+    positive,
+    storage_option,
+    storage_options,
+)
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, percent, ratio, size
 from hsstream.cli.progress import Bar
@@ -66,7 +74,7 @@ def _model_arguments(group: argparse._ArgumentGroup) -> None:
     add("--model", metavar="NAME", dest="model_name", help="name of the captured model")
     add("--revision", metavar="NAME", help="its revision")
     add("--tokenizer", metavar="NAME")
-    add("--aux-layers", metavar="ID,ID", type=_ints, help="captured layers, in their order in the files")
+    add("--aux-layers", metavar="ID,ID", type=integers, help="captured layers, in their order in the files")
     add(
         "--layer-convention",
         choices=CONVENTIONS,
@@ -106,13 +114,6 @@ def _run_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--commit-every", metavar="S", type=float, default=60.0, help="show readers what is sealed every S")
     add("--idle-exit", metavar="S", type=float, help="end after S without a file")
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -38,14 +38,12 @@ class Fetcher(Generic[Job]):
 
     def next(self) -> tuple[Job, list[SampleBytes]] | None:
         """The next job and its bytes, which may be on their way; None at the end. Does not wait."""
-        first = self._remote is None
-        more = True
-        while more and (not self._ready or (not first and self._wants_more())):
-            more = self._plan()
+        # None before the first remote job, which shall not wait until others are planned.
+        remote = self._remote
+        while not self._ready or (remote is not None and remote.wants_more()):
+            if not self._plan():
+                break
         return self._ready.popleft() if self._ready else None
-
-    def _wants_more(self) -> bool:
-        return self._remote is not None and self._remote.wants_more()
 
     @property
     def held(self) -> int:

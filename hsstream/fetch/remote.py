@@ -27,7 +27,8 @@ from hsstream.stats import Clock
 from hsstream.storage import Store
 
 FETCH_THREADS = 16
-#: Reads are cut finer under a small limit, so that several run side by side, but not finer than this.
+#: Reads are cut finer under a small limit, so that several run side by side, but not finer than this; those
+#: of the first group, so that all connections share it, but not finer than FIRST_CHUNK.
 SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 1 << 20
 #: Seconds between two attempts to break the reads of a stream that ends, and until a thread that cannot be
 #: broken off (it waits for a connection to open, or a name server) is left to end by itself.

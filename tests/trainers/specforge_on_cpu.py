@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -42,6 +43,20 @@ def install() -> None:
     from specforge.algorithms.eagle3 import model
 
     model.LogSoftmaxLoss = EagerLoss
+
+
+def ten_losses(strategy: Any, model: torch.nn.Module, batches: Iterable[Any]) -> list[float]:
+    """Losses of ten steps of a strategy on its model; `batches` are repeated as often as needed."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses: list[float] = []
+    while len(losses) < 10:
+        for batch in batches:
+            loss = strategy.forward_loss(batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses[:10]
 
 
 if __name__ == "__main__":

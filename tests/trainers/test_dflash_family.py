@@ -66,18 +66,8 @@ def strategy_of(family: str) -> Any:
 
 def ten_losses(family: str, batches: Iterable[Any]) -> list[float]:
     strategy = strategy_of(family)
-    weights = [p for p in strategy.trainable_module().parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=1e-3)
     torch.manual_seed(2)
-    losses: list[float] = []
-    while len(losses) < 10:
-        for batch in batches:
-            loss = strategy.forward_loss(batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return losses[:10]
+    return specforge_on_cpu.ten_losses(strategy, strategy.trainable_module(), batches)
 
 
 @pytest.mark.parametrize("family", list(OF_A_FAMILY))

@@ -233,16 +233,7 @@ def ten_losses(batches: Iterable[TrainBatch], target: Path) -> list[float]:
     draft = LlamaForCausalLMEagle3(config(num_hidden_layers=1, draft_vocab_size=VOCAB))
     model = OnlineEagle3Model(draft, length=2, attention_backend="sdpa").to(torch.bfloat16)
     strategy = Eagle3TrainStrategy(model, target_head=TargetHead.from_pretrained(str(target)))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    losses: list[float] = []
-    while len(losses) < 10:
-        for batch in batches:
-            loss = strategy.forward_loss(batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return losses[:10]
+    return specforge_on_cpu.ten_losses(strategy, model, batches)
 
 
 def test_ten_steps_have_the_same_losses(tmp_path: Path, target: Path) -> None:
