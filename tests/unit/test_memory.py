@@ -92,13 +92,15 @@ def test_a_slab_serves_tensors_of_about_its_size() -> None:
 
 
 def test_large_slabs_are_kept_longest() -> None:
-    pool = SlabPool(9 * GRAIN)
-    place = begin_of(lend(pool, shape=(6 * GRAIN,)))
-    kept = [lend(pool, shape=(6 * GRAIN,)), lend(pool, shape=(2 * GRAIN,)), lend(pool, shape=(GRAIN,))]
+    large = (2 * MOST_TIMES + 1) * GRAIN  # too large to be lent for two grains, as the others are too small
+    pool = SlabPool(large + 2 * GRAIN)
+    kept = [lend(pool, shape=(size,)) for size in (GRAIN, large, GRAIN)]
+    place = begin_of(kept[1])
     kept.clear()
-    lend(pool, shape=(7 * GRAIN,))
-    assert idle(pool) <= 9 * GRAIN
-    assert begin_of(lend(pool, shape=(6 * GRAIN,))) == place
+    other = lend(pool, shape=(2 * GRAIN,))
+    assert (begin_of(lend(pool, shape=(large,))), idle(pool)) == (place, large)
+    del other
+    assert idle(pool) == large + 2 * GRAIN
 
 
 def test_a_pickled_pool_is_empty() -> None:
