@@ -228,7 +228,7 @@ class _Slot:
         rows = self.values.view(shape)
         if self.scales is None:
             write = spec.codec.value_writer(rows, spec.dtype)
-            return _mask_rows(write) if spec.name == "loss_mask" else write
+            return _MaskRows(write) if spec.name == "loss_mask" else write
         codec, promised = spec.codec, column.spec.codec
         if not isinstance(codec, ScaledCodec) or codec.name != promised.name:
             raise SampleError(
@@ -324,12 +324,13 @@ class BatchBuilder:
         return positions, documents
 
 
-def _mask_rows(write: RowWriter) -> RowWriter:
-    """A writer that refuses what is no mask, as `decoding.deliver` does."""
+class _MaskRows(RowWriter):
+    """Refuses what is no mask, as `decoding.deliver` does."""
 
-    def checked(start: int, parts: Sequence[Part]) -> None:
+    def __init__(self, write: RowWriter) -> None:
+        self._write = write
+
+    def __call__(self, start: int, parts: Sequence[Part]) -> None:
         if any(part.codes.max(initial=0) > 1 for part in parts):
             raise CorruptDataError("loss_mask holds values other than 0 and 1", "bad_code")
-        write(start, parts)
-
-    return checked
+        self._write(start, parts)

@@ -9,7 +9,10 @@ expected size (`bad_compression`). Sizes are known before anything is allocated.
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import threading
+from functools import cache
 from typing import Any
 
 import lz4.block
@@ -36,6 +39,22 @@ _local = threading.local()
 def digest(data: Buffer) -> int:
     """The xxh3-64 of `data`, seed 0."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+@cache
+def digest_address() -> int | None:
+    """Where xxhash's own C function for `digest` lies, uint64 f(const void *bytes, size_t length): for
+    kernels that hash without the interpreter. None where this build of xxhash does not export it.
+    """
+    try:
+        library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+        function = getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
+    except (ImportError, AttributeError, OSError, TypeError):
+        return None
+    function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_size_t), ctypes.c_uint64
+    if any(function(text, len(text)) != digest(text) for text in (b"", b"a", bytes(range(256)) * 9)):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def running_digest() -> Any:

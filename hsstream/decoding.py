@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hsstream.blocks import load_block
-from hsstream.codecs.base import Part, RowWriter
+from hsstream.blocks import digest_address, load_block
+from hsstream.codecs.base import Part, PlainMembers, RowWriter
 from hsstream.encoding import PlainTensor
 from hsstream.errors import CorruptDataError, FormatError, located
 from hsstream.header import Header, TensorHeader
@@ -39,9 +39,12 @@ def read_rows(
 ) -> None:
     """Decode tokens [tokens.start, tokens.stop) of some members, together, by `write`; the first to row `to`.
 
-    Block by block, so that codes stay in the cache between hash and decode. Rows that were not
-    stored are left alone.
+    Block by block, so that codes stay in the cache between hash and decode; by one call of `write` where all
+    is wanted and stored plain. Rows that were not stored are left alone.
     """
+    whole = _plain_members(tensor, members, payloads) if tokens == range(tensor.rows) else None
+    if whole is not None and write.write_plain(to, whole):
+        return
     spec, chosen = tensor.spec, list(zip(members, payloads, strict=True))
     for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
         first, last = tensor.block_rows(block)
@@ -49,6 +52,22 @@ def read_rows(
         parts = [_part(spec, rows, _plain(tensor, member, block, rows, get)) for member, get in chosen]
         for row, lo, hi in segments(tensor, block, tokens):
             write(to + row, parts if hi - lo == rows else [_cut(spec, part, lo, hi) for part in parts])
+
+
+def _plain_members(
+    tensor: TensorHeader, members: Sequence[int], payloads: Sequence[Payload]
+) -> PlainMembers | None:
+    """Whole members, where their blocks are stored plain and without extras; else None."""
+    address = digest_address()
+    if address is None or tensor.row_runs is not None or not tensor.rows:
+        return None
+    row, blocks = sum(tensor.spec.row_bytes), range(tensor.block_count)
+    sizes = [row * (last - first) for first, last in map(tensor.block_rows, blocks)]
+    if any(tensor.stored[member] != sizes or any(tensor.extras[member]) for member in members):
+        return None
+    whole = [payload(0, row * tensor.rows) for payload in payloads]
+    hashes = np.array([tensor.hashes[member] for member in members], np.uint64)
+    return PlainMembers(whole, tensor.rows, tensor.rows_per_block, hashes, address)
 
 
 def _cut(spec: TensorSpec, part: Part, lo: int, hi: int) -> Part:

@@ -8,7 +8,7 @@ this release does not know. Every length is compared with its container before i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -56,7 +56,7 @@ def unpack(data: Any, what: str) -> Any:
         )  # fmt: skip
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FormatError(f"{what} is not valid msgpack: {error}", "bad_msgpack") from None
-    _check_plain(value, what, 0)
+    _check_plain(value, what)
     return value
 
 
@@ -64,20 +64,22 @@ def _refuse_extension(code: int, data: bytes) -> Any:  # noqa: ARG001
     raise ValueError(f"extension type {code}")
 
 
-def _check_plain(value: Any, what: str, depth: int) -> None:
-    # Metadata nests up to MAX_NESTING inside the body, model facts one deeper: the levels above are ours.
-    if depth > MAX_NESTING + 2:
-        raise FormatError(f"{what} is nested too deep", "bad_msgpack")
-    inner: Iterable[Any] = value if type(value) is list else ()
-    if type(value) is dict:
-        for name in value:
-            if type(name) is not str:
-                raise FormatError(f"{what} has a map with keys that are not strings", "bad_msgpack")
-        inner = value.values()
-    for item in inner:
-        kind = type(item)
-        if kind is dict or kind is list:
-            _check_plain(item, what, depth + 1)
+def _check_plain(value: Any, what: str) -> None:
+    """Refuse maps with other keys than text, and what is nested deeper than a body may be."""
+    level, depth = [value], 0
+    while level := [item for item in level if type(item) is dict or type(item) is list]:
+        # Metadata nests up to MAX_NESTING inside the body, model facts one deeper: the levels above are ours.
+        if depth > MAX_NESTING + 2:
+            raise FormatError(f"{what} is nested too deep", "bad_msgpack")
+        inner: list[Any] = []
+        for container in level:
+            if isinstance(container, dict):
+                if any(type(name) is not str for name in container):
+                    raise FormatError(f"{what} has a map with keys that are not strings", "bad_msgpack")
+                inner += container.values()
+            else:
+                inner += container
+        level, depth = inner, depth + 1
 
 
 def pack_hashed(body: Any) -> tuple[bytes, int]:
@@ -124,8 +126,8 @@ def check_version(body: Mapping[str, Any], what: str) -> None:
 
 def column(data: Any, dtype: str, count: int, what: str) -> NDArray[Any]:
     """A packed little-endian column of exactly `count` numbers."""
-    size = np.dtype(dtype).itemsize
-    if not isinstance(data, bytes) or len(data) != count * size:
+    size = int(dtype[-1])
+    if type(data) is not bytes or len(data) != count * size:
         found = len(data) if isinstance(data, bytes) else type(data).__name__
         raise FormatError(f"{what} should have {count * size} bytes, found {found}", "bad_length")
     return np.frombuffer(data, dtype)
@@ -212,28 +214,25 @@ class TensorHeader:
             per_block = entry.get("rows_per_block")
             if type(per_block) is not int or per_block < 1:
                 raise FormatError(f"rows_per_block is {per_block!r:.80}", "bad_field")
-            blocks = -(-rows // per_block)
-            count = spec.member_count * blocks
-            stored = column(entry.get("stored"), "<u4", count, "stored").tolist()
-            hashes = column(entry.get("xxh3"), "<u8", count, "xxh3").tolist()
+            members, blocks = spec.member_count, -(-rows // per_block)
+            stored = column(entry.get("stored"), "<u4", members * blocks, "stored").tolist()
+            hashes = column(entry.get("xxh3"), "<u8", members * blocks, "xxh3").tolist()
             # One row counts even where none is stored: shapes must be sane before anything is allocated.
             largest = sum(spec.row_bytes) * max(1, min(per_block, rows))
-            extras = [0] * count
             if "extras" in entry:
-                extras = column(entry["extras"], "<u4", count, "extras").tolist()
+                extras = column(entry["extras"], "<u4", members * blocks, "extras").tolist()
                 largest += max(extras, default=0)
+            else:
+                extras = [0] * (members * blocks)
             if max(largest, *stored, 0) > MAX_PLAIN_BLOCK:
                 raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
-            members = [slice(n * blocks, (n + 1) * blocks) for n in range(spec.member_count)]
-            return cls(
-                spec,
-                rows,
-                per_block,
-                stored=[stored[member] for member in members],
-                hashes=[hashes[member] for member in members],
-                extras=[extras[member] for member in members],
-                row_runs=runs,
-            )
+            stored, hashes, extras = (_by_member(values, members) for values in (stored, hashes, extras))
+            return cls(spec, rows, per_block, stored, hashes, extras, runs)
+
+
+def _by_member(values: list[int], members: int) -> list[list[int]]:
+    blocks = len(values) // members
+    return [values[n * blocks : (n + 1) * blocks] for n in range(members)]
 
 
 def _row_runs(data: Any, tokens: int) -> NDArray[np.int64]:

@@ -219,6 +219,8 @@ def stream(
     decoders = _Decoders(threads)
     running: deque[_Running] = deque()
     order, entry = count(), None
+    # Modules are taken apart when the interpreter ends, this one too.
+    is_finalizing = sys.is_finalizing
     try:
         while True:
             while _has_room(running, ahead_bytes, 0):
@@ -234,7 +236,7 @@ def stream(
             clock.set(batches_ahead=len(running) - 1, bytes_held=fetcher.held)
             yield _finish(running.popleft(), slow_batch_s)
     finally:
-        if sys.is_finalizing():
+        if is_finalizing():
             pass  # the script ended within the loop: what is needed to end threads is gone, and so are they
         elif threading.current_thread().name.startswith("hsstream-"):
             # Garbage collection met a forgotten stream in one of its own threads, which cannot join itself.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hsstream.errors import CorruptDataError, HsStreamError, SampleError
 
 #: What decoding returns, by kernel and by torch form.
-OK, BAD_CODE, BAD_SCALE, OVERFLOW = range(4)
+OK, BAD_CODE, BAD_SCALE, OVERFLOW, BAD_HASH = range(5)
 
 #: Float dtypes of the 8-bit codecs, as sources and as delivered dtypes.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

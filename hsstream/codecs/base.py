@@ -27,11 +27,38 @@ class Part(NamedTuple):
     extras: memoryview
 
 
-#: Writes rows [start, start + R) of a prepared target [S, V, H]: (start, a part for each member). Members
-#: of V / len(parts) vectors each lie side by side in V, and are written together, row by row: the batch
-#: has all layers of a token in one place. Parts come from untrusted bytes: raises
-#: CorruptDataError(reason="bad_code").
-RowWriter = Callable[[int, Sequence[Part]], None]
+class PlainMembers(NamedTuple):
+    """All R rows of some members whose blocks are stored plain and without extras: scales, then codes.
+
+    payloads: R * (bytes of scales and codes of a row) bytes each; rows_per_block: of all blocks but the last;
+    hashes: uint64 [members, blocks], xxh3-64; digest: the address of the C function that computes them.
+    """
+
+    payloads: Sequence[memoryview]
+    rows: int
+    rows_per_block: int
+    hashes: NDArray[np.uint64]
+    digest: int
+
+
+class RowWriter:
+    """Writes rows of a prepared target [S, V, H], for each member a part.
+
+    Members of V / len(parts) vectors each lie side by side in V, and are written together, row by row: the
+    batch has all layers of a token in one place.
+    """
+
+    def __call__(self, start: int, parts: Sequence[Part]) -> None:
+        """Rows [start, start + R). Parts come from untrusted bytes: CorruptDataError(reason="bad_code")."""
+        raise NotImplementedError
+
+    def write_plain(self, start: int, members: PlainMembers) -> bool:  # noqa: ARG002
+        """Rows [start, start + R) of unchecked members at once. False where this writer cannot do that, or
+        anything is wrong with them: then some rows may be written, and the parts of each block are wanted,
+        which tell what it is.
+        """
+        return False
+
 
 #: Receives the escapes a `code_writer` meets: (positions int64 [N], ascending and flat in the logical
 #: [S, V, H] of the target, values [N] in the source dtype).

@@ -107,8 +107,8 @@ def _check_delivery(source: torch.dtype, wanted: torch.dtype) -> None:
         raise SampleError(f"{source} cannot be delivered as {wanted}: ask for {source}")
 
 
-class _ExactRows:
-    """A RowWriter into `out` [S, V, H] for bytes of dtype `source`."""
+class _ExactRows(RowWriter):
+    """Into `out` [S, V, H] for bytes of dtype `source`."""
 
     def __init__(self, out: torch.Tensor, source: torch.dtype) -> None:
         self._out, self._source = out, source

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit as njit
 from numba import types as types
 from numba.extending import intrinsic
@@ -44,6 +45,25 @@ def _bitcast(source: Any, target: Any) -> Any:
 
 bits_of: Any = _bitcast(types.float32, types.uint32)
 float_of: Any = _bitcast(types.uint32, types.float32)
+
+
+def _hash_at(typing_context: Any, address: Any, data: Any, start: Any, length: Any) -> Any:  # noqa: ARG001
+    """uint64 f(const void *bytes, size_t length), the C function at `address`, of bytes of the array `data`.
+
+    An address as an argument, because numba does not cache kernels that name a C function.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, data, start, length = args
+        place = builder.gep(context.make_array(signature.args[1])(context, builder, data).data, [start])
+        word, byte = ir.IntType(64), ir.IntType(8).as_pointer()
+        function = builder.inttoptr(address, ir.FunctionType(word, [byte, word]).as_pointer())
+        return builder.call(function, [builder.bitcast(place, byte), length])
+
+    return types.uint64(types.intp, data, types.intp, types.intp), build
+
+
+hash_at: Any = intrinsic(_hash_at)
 
 
 @njit

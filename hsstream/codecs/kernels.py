@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hsstream.codecs.backend import BAD_CODE, BAD_SCALE, OK, OVERFLOW
+from hsstream.codecs.backend import BAD_CODE, BAD_HASH, BAD_SCALE, OK, OVERFLOW
 from hsstream.codecs.jit import (
     F32,
     I16,
@@ -29,6 +29,7 @@ from hsstream.codecs.jit import (
     bits_of,
     compiled,
     float_of,
+    hash_at,
     load,
     njit,
     once,
@@ -190,6 +191,17 @@ def _peak_of(codes: Any, top: Any, scale: Any) -> Any:  # noqa: ARG001
     return e4m3fn if codes.dtype == types.uint8 else uniform
 
 
+@njit
+def _checked_vector(source: Any, target: Any, scale: Any, packed: Any, bad: Any, infinite: Any) -> Any:
+    """Decode one vector of untrusted codes; its status."""
+    if not F32(0.0) < scale < F32(np.inf):
+        return BAD_SCALE
+    top = _vector(source, target, scale, packed)
+    if top >= bad:
+        return BAD_CODE
+    return OVERFLOW if _peak(source, top, scale) >= infinite else OK
+
+
 def _decode(
     codes: Any,
     scales: Any,
@@ -216,14 +228,70 @@ def _decode(
             for vector in range(vectors):
                 source = codes[part][row, vector * size : vector * size + size]
                 scale = scales[part][row, vector]
-                if not F32(0.0) < scale < F32(np.inf):
-                    return BAD_SCALE
-                top = _vector(source, flat[first : first + width], scale, packed)
-                if top >= bad:
-                    return BAD_CODE
-                if _peak(source, top, scale) >= infinite:
-                    return OVERFLOW
+                status: int = _checked_vector(
+                    source, flat[first : first + width], scale, packed, bad, infinite
+                )
+                if status != OK:
+                    return status
                 first += vector_step
+    return OK
+
+
+@njit
+def _scale_at(payload: Any, start: int) -> Any:
+    """The little-endian float32 at a byte, which need not be aligned."""
+    low = U32(U32(U8(payload[start])) | U32(U32(U8(payload[start + 1])) << U32(8)))
+    high = U32(U32(U8(payload[start + 2])) | U32(U32(U8(payload[start + 3])) << U32(8)))
+    return float_of(U32(low | U32(high << U32(16))))
+
+
+def _decode_plain(
+    payloads: Any,
+    hashes: Any,
+    digest: int,
+    rows: int,
+    rows_per_block: int,
+    vectors: int,
+    scales: Any,
+    flat: Any,
+    offset: int,
+    row_step: int,
+    vector_step: int,
+    width: int,
+    packed: int,
+    bad: int,
+    infinite: int,
+) -> int:
+    """As `_decode`, from the payloads of members whose blocks are all stored plain and without extras: scales
+    and codes of block after block. Each block's hash is checked before it is decoded.
+
+    payloads: a tuple of bytes, rows * V * (4 + bytes of a vector) each; hashes [members, blocks]; digest: the
+    address of the hash's function; scales [rows, members * V]: where they are copied to, or empty.
+    """
+    size = (width + 1) // 2 if packed else width
+    for block in range(hashes.shape[1]):
+        first_row = block * rows_per_block
+        count = min(rows_per_block, rows - first_row)
+        begin, codes = first_row * vectors * (4 + size), 4 * count * vectors
+        for part in range(len(payloads)):
+            if hash_at(digest, payloads[part], begin, codes + count * vectors * size) != hashes[part, block]:
+                return BAD_HASH
+        for row in range(count):
+            first = offset + (first_row + row) * row_step
+            for part in range(len(payloads)):
+                for vector in range(vectors):
+                    place = row * vectors + vector
+                    scale = _scale_at(payloads[part], begin + 4 * place)
+                    start = begin + codes + place * size
+                    source = payloads[part][start : start + size]
+                    status: int = _checked_vector(
+                        source, flat[first : first + width], scale, packed, bad, infinite
+                    )
+                    if status != OK:
+                        return status
+                    if len(scales):
+                        scales[first_row + row, part * vectors + vector] = scale
+                    first += vector_step
     return OK
 
 
@@ -265,6 +333,16 @@ def decoder(codes: type, rows: type, parts: int) -> Callable[..., int]:
     """`_decode` for so many parts, codes and rows of these NumPy dtypes; rows of uint8 receive the codes."""
     arrays = (several(codes, 2, parts), several(np.float32, 2, parts), writable(rows, 1))
     return compiled(_decode, types.intp(*arrays, *(types.intp,) * 7))
+
+
+@once
+def plain_decoder(codes: type, rows: type, parts: int) -> Callable[..., int]:
+    """`_decode_plain` for so many members, as `decoder`."""
+    many: Any = types.UniTuple
+    payloads, hashes = many(readable(codes, 1), parts), readable(np.uint64, 2)
+    targets = (writable(np.float32, 2), writable(rows, 1))
+    arguments = (payloads, hashes, *(types.intp,) * 4, *targets, *(types.intp,) * 7)
+    return compiled(_decode_plain, types.intp(*arguments))
 
 
 @once

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from hsstream.codecs import backend, escapes
-from hsstream.codecs.base import EscapeSink, Part, check_parts
+from hsstream.codecs.base import EscapeSink, Part, PlainMembers, RowWriter, check_parts
 from hsstream.errors import CorruptDataError, SampleError
 
 
@@ -80,6 +80,10 @@ class CodeForm:
         return backend.OVERFLOW if bool(torch.isinf(largest).any()) else backend.OK
 
 
+#: Of targets that hold values.
+NO_SCALES = np.empty((0, 0), np.float32)
+
+
 class Place(NamedTuple):
     """Where a part goes: rows [start, start + rows) and vectors [first, first + vectors) of the target."""
 
@@ -89,7 +93,7 @@ class Place(NamedTuple):
     vectors: int
 
 
-class Rows:
+class Rows(RowWriter):
     """A RowWriter into `out` [S, V, H], last axis dense: values, or codes where `out` is uint8."""
 
     def __init__(self, form: CodeForm, out: torch.Tensor, source: torch.dtype, deliver: torch.dtype) -> None:
@@ -100,7 +104,8 @@ class Rows:
         self._steps = out.stride()[:2]
         self._limits = (int(form.packed), form.bad, backend.FIRST_INFINITE[deliver])
         self._keeps_codes = out.dtype == torch.uint8
-        self._kernels: dict[int, Callable[..., int] | None] = {}
+        self._scales = NO_SCALES
+        self._kernels: dict[tuple[str, int], Callable[..., int] | None] = {}
 
     def __call__(self, start: int, parts: Sequence[Part]) -> None:
         vectors, odd = divmod(self._vectors, len(parts))
@@ -123,12 +128,31 @@ class Rows:
                 place = Place(start, len(part.codes), number * vectors, vectors)
                 self._finish(place, scales[number], part.extras)
 
+    def write_plain(self, start: int, members: PlainMembers) -> bool:
+        """By one call of a kernel; False without numba."""
+        count, rows = len(members.payloads), members.rows
+        kernel, vectors = self._kernel("plain_decoder", count), self._vectors // count
+        nbytes = rows * vectors * (4 + self._form.vector_bytes(self._width))
+        fits = vectors * count == self._vectors and 0 <= start <= self._rows - rows
+        blocks = (count, -(-rows // members.rows_per_block))
+        if kernel is None or not fits or members.hashes.shape != blocks:
+            return False
+        if any(len(payload) != nbytes for payload in members.payloads):
+            return False
+        payloads = tuple(np.frombuffer(payload, self._form.dtype) for payload in members.payloads)
+        shape = (rows, members.rows_per_block, vectors)
+        row_step, vector_step = self._steps
+        place = (start * row_step, row_step, vector_step, self._width)
+        targets = (self._scales[start : start + rows], self._flat)
+        status = kernel(payloads, members.hashes, members.digest, *shape, *targets, *place, *self._limits)
+        return bool(status == backend.OK)
+
     def _accept(self, status: int) -> None:
         if status != backend.OK:
             raise backend.status_error(status, self._source, self._deliver)
 
     def _decode(self, start: int, codes: list[NDArray[np.uint8]], scales: list[NDArray[np.float32]]) -> int:
-        kernel = self._kernel(len(codes))
+        kernel = self._kernel("decoder", len(codes))
         if kernel is None:
             return self._decode_torch(start, codes, scales)
         row_step, vector_step = self._steps
@@ -137,11 +161,13 @@ class Rows:
             codes = [each.view(self._form.dtype) for each in codes]
         return int(kernel(tuple(codes), tuple(scales), self._flat, *place, *self._limits))
 
-    def _kernel(self, members: int) -> Callable[..., int] | None:
-        if members not in self._kernels:
+    def _kernel(self, name: str, members: int) -> Callable[..., int] | None:
+        """`kernels.decoder` or `kernels.plain_decoder`; None without numba."""
+        if (name, members) not in self._kernels:
             jit, rows = backend.kernels(), backend.numpy_dtype(self._out.dtype)
-            self._kernels[members] = jit.decoder(self._form.dtype, rows, members) if jit else None
-        return self._kernels[members]
+            made = getattr(jit, name)(self._form.dtype, rows, members) if jit else None
+            self._kernels[name, members] = made
+        return self._kernels[name, members]
 
     def _decode_torch(
         self, start: int, codes: list[NDArray[np.uint8]], scales: list[NDArray[np.float32]]

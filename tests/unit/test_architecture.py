@@ -47,6 +47,7 @@ DOORS = {
     "fsspec": ("storage/",),
     "botocore": ("storage/",),
     "numba": ("codecs/",),
+    "llvmlite": ("codecs/jit",),
     "pickle": ("sources/torchfile",),
     "safetensors": ("sources/", "weights"),
     "datasets": ("sources/",),
