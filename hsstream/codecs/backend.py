@@ -28,6 +28,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 #: Bits of the first float32 that rounds to infinity in each of them: half an ulp above the largest value.
 FIRST_INFINITE = {torch.bfloat16: 0x7F7F8000, torch.float16: 0x477FF000, torch.float32: 0x7F800000}
 
+#: Powers of two with which every e4m3fn code is 0 or a normal, finite bfloat16.
+LEAST_POWER, MOST_POWER = -117, 119
+
 #: Values below these stay finite in each of them, whatever is rounded on the way.
 CERTAINLY_FINITE = {torch.bfloat16: 3e38, torch.float16: 6.5e4, torch.float32: 3e38}
 

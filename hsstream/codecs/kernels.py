@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from hsstream.codecs.backend import BAD_CODE, BAD_HASH, BAD_SCALE, OK, OVERFLOW
+from hsstream.codecs.backend import (
+    BAD_CODE,
+    BAD_HASH,
+    BAD_SCALE,
+    LEAST_POWER,
+    MOST_POWER,
+    OK,
+    OVERFLOW,
+)
 from hsstream.codecs.jit import (
     F32,
     I16,
@@ -40,9 +48,6 @@ from hsstream.codecs.jit import (
     types,
     writable,
 )
-
-#: Powers of two with which every e4m3fn code is 0 or a normal, finite bfloat16.
-LEAST_POWER, MOST_POWER = -117, 119
 
 
 def _magnitude(code: Any) -> Any:

@@ -96,6 +96,20 @@ def test_a_vector_is_refused_exactly_when_a_value_overflows(
             write(*arguments)
 
 
+@pytest.mark.parametrize("most", [119, 120])
+@pytest.mark.parametrize("least", [-117, -118])
+def test_every_code_times_every_power_of_two(least: int, most: int, form: str) -> None:
+    """By the integers of 16 bits, at whose ends the general form takes over."""
+    codes, exact = meaning("fp8")
+    scales = torch.tensor(2.0).double().pow(torch.arange(least, most + 1)).float()
+    expected = (exact * scales.unsqueeze(1)).bfloat16()
+    fits = torch.isfinite(expected).all(1)
+    rows, kept = codes.expand(int(fits.sum()), -1).numpy(), scales[fits].unsqueeze(1).numpy()
+    out = torch.zeros(len(rows), 2, len(codes), dtype=torch.bfloat16)[:, :1]
+    parse_codec("fp8").value_writer(out, torch.float32)(0, [Part(rows.copy(), kept, NOTHING)])
+    assert torch.equal(out[:, 0].view(torch.int16), expected[fits].view(torch.int16))
+
+
 def test_all_pairs_of_packed_codes(form: str) -> None:
     codec = parse_codec("bounded:0.5")
     pairs = [(low, high) for low in range(-7, 8) for high in range(-7, 8)]
