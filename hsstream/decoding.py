@@ -61,8 +61,9 @@ def _plain_members(
     address = digest_address()
     if address is None or tensor.row_runs is not None or not tensor.rows:
         return None
-    row, blocks = sum(tensor.spec.row_bytes), range(tensor.block_count)
-    sizes = [row * (last - first) for first, last in map(tensor.block_rows, blocks)]
+    row, full = sum(tensor.spec.row_bytes), tensor.block_count - 1
+    sizes = [row * tensor.rows_per_block] * full
+    sizes.append(row * (tensor.rows - full * tensor.rows_per_block))
     if any(tensor.stored[member] != sizes or any(tensor.extras[member]) for member in members):
         return None
     whole = [payload(0, row * tensor.rows) for payload in payloads]
@@ -170,6 +171,6 @@ def _tensor_from_members(tensor: TensorHeader, tokens: int, members: Mapping[str
 
 def check_member_size(tensor: TensorHeader, member: int, nbytes: int) -> None:
     """Refuse a member whose payload is not as long as its header says."""
-    size = tensor.bounds[member][-1]
+    size = sum(tensor.stored[member])
     if nbytes != size:
         raise FormatError(f"a member has {nbytes} bytes, its header says {size}", "bad_length")

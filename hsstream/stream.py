@@ -333,9 +333,9 @@ def _decode_column(
     if tensor.row_runs is not None:
         running.builder.clear(number, column)
     first = running.job.infos[number].schema.first_member[column.spec.name]
-    sizes = request.table.sizes[request.sample]
+    sizes = request.table.sizes[request.sample].tolist()
     for member in column.members:
-        check_member_size(tensor, member, int(sizes[first + member]))
+        check_member_size(tensor, member, sizes[first + member])
     payloads = [source.member(first + member) for member in column.members]
     write, row = running.builder.writer(column, tensor.spec, number)
     read_rows(tensor, column.members, payloads, range(request.start, request.stop), write, row)
