@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,7 +128,7 @@ class Column:
     dtype: torch.dtype
     quantized: bool
 
-    @property
+    @cached_property
     def members(self) -> tuple[int, ...]:
         """The tensor's members to read."""
         return self.layers if self.layers is not None else (0,)

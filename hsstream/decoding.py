@@ -64,8 +64,9 @@ def _plain_members(
     row, full = sum(tensor.spec.row_bytes), tensor.block_count - 1
     sizes = [row * tensor.rows_per_block] * full
     sizes.append(row * (tensor.rows - full * tensor.rows_per_block))
-    if any(tensor.stored[member] != sizes or any(tensor.extras[member]) for member in members):
-        return None
+    for member in members:
+        if tensor.stored[member] != sizes or any(tensor.extras[member]):
+            return None
     whole = [payload(0, row * tensor.rows) for payload in payloads]
     hashes = np.array([tensor.hashes[member] for member in members], np.uint64)
     return PlainMembers(whole, tensor.rows, tensor.rows_per_block, hashes, address)

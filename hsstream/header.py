@@ -74,7 +74,7 @@ def _check_plain(value: Any, what: str) -> None:
         inner: list[Any] = []
         for container in level:
             if isinstance(container, dict):
-                if any(type(name) is not str for name in container):
+                if set(map(type, container)) - {str}:
                     raise FormatError(f"{what} has a map with keys that are not strings", "bad_msgpack")
                 inner += container.values()
             else:
@@ -226,13 +226,9 @@ class TensorHeader:
                 extras = [0] * (members * blocks)
             if max(largest, *stored, 0) > MAX_PLAIN_BLOCK:
                 raise FormatError(f"a block of {largest} bytes is over {MAX_PLAIN_BLOCK}", "bad_length")
-            stored, hashes, extras = (_by_member(values, members) for values in (stored, hashes, extras))
+            own = [slice(member * blocks, (member + 1) * blocks) for member in range(members)]
+            stored, hashes, extras = ([each[part] for part in own] for each in (stored, hashes, extras))
             return cls(spec, rows, per_block, stored, hashes, extras, runs)
-
-
-def _by_member(values: list[int], members: int) -> list[list[int]]:
-    blocks = len(values) // members
-    return [values[n * blocks : (n + 1) * blocks] for n in range(members)]
 
 
 def _row_runs(data: Any, tokens: int) -> NDArray[np.int64]:
