@@ -64,6 +64,10 @@ class _Bytes:
 #: thread has had nothing to do for so many seconds: waking two threads takes longer than sealing it.
 SMALL_BYTES, GATHERED_BYTES, GATHERED_RECORDS, GATHERED_SECONDS = 1 << 20, 8 << 20, 64, 0.25
 
+#: Free space is asked for again when this part of what was free may be used up: the question takes longer
+#: than hashing a small record.
+ASKED_AGAIN = 1 / 16
+
 _Item = tuple["Future[Record] | PlainRecord", SampleFacts, int]
 
 
@@ -91,6 +95,7 @@ class Appender:
         self._pending: PendingFile | None = None
         self._builder: ShardBuilder | None = None
         self._name = ""
+        self._granted = 0
         self.failure: BaseException | None = None
         self.sealed = Sealed()
         self._thread = threading.Thread(target=self._run, name="hsstream-append", daemon=True)
@@ -193,7 +198,7 @@ class Appender:
             self._seal()
             builder = None
         if builder is None:
-            self._name = next(self._names)
+            self._name, self._granted = next(self._names), 0
             self._pending = self._store.create(self._name)
             builder = self._builder = ShardBuilder(self._pending.file, self._info, self._writer)
         with located(shard=self._name, key=facts.key):
@@ -205,12 +210,19 @@ class Appender:
         return len(builder) > 0 and (len(builder) >= self._limits.samples or room > self._limits.nbytes)
 
     def _check_room(self, builder: ShardBuilder, record: Record) -> None:
-        free, need = self._store.free_bytes(), builder.room_for(record)
-        if free is not None and free < need:
+        """Refuse a record for which there is no room; `_granted` is the size up to which there was some."""
+        need = builder.room_for(record)
+        if builder.nbytes + need <= self._granted:
+            return
+        free = self._store.free_bytes()
+        if free is None:
+            return
+        if free < need:
             raise StorageFullError(
                 f"{self._store.url}: {free} bytes are free, the next sample needs {need}; "
                 "everything written before it is sealed: free some space and resume"
             )
+        self._granted = builder.nbytes + int(free * ASKED_AGAIN)
 
     def _seal(self) -> None:
         builder, pending, name = self._builder, self._pending, self._name

@@ -243,7 +243,7 @@ class _Run:
     def _measure(self) -> None:
         """Bytes in all, for the progress bar."""
         if self._progress is not None and self._follow is None:
-            self._total = sum(file.nbytes for file in self._source.files())
+            self._total = self._source.nbytes()
 
     def _advance(self) -> None:
         if self._progress is not None and self._total:

@@ -112,6 +112,10 @@ class Source(ABC):
         """One file and its samples."""
         return SourceFile(path, nbytes, (self.item(path),))
 
+    def nbytes(self) -> int:
+        """Bytes of all files, without looking for the samples in them."""
+        return sum(nbytes for _, nbytes in self._sized())
+
     def item(self, path: Path) -> Item:
         """The sample of a file that holds one."""
         return Item(key_of(self.root, path, self.suffixes), shown(self.root, path))

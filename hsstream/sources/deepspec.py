@@ -84,6 +84,10 @@ class DeepSpec(Source):
             items = tuple(self._item(path, row) for row in rows)
             yield SourceFile(path, path.stat().st_size if path.is_file() else 0, items)
 
+    def nbytes(self) -> int:
+        """Bytes of the shards that the index names."""
+        return sum(file.nbytes for file in self.files())
+
     def _item(self, path: Path, row: int) -> Item:
         number = int(self._records["sample_id"][row])
         return Item(f"sample-{number}", f"{shown(self.root, path)}#{number}", row)

@@ -32,7 +32,7 @@ from hsstream.sources.base import (
     split_layers,
     tensor,
 )
-from hsstream.sources.files import relative, shown
+from hsstream.sources.files import shown
 from hsstream.sources.torchfile import load_dict
 
 _GROUPED = re.compile(r"(?:rows_(\d{1,12})-(\d{1,12})/)?data_(\d{1,12})\.ckpt(?:\.gz)?")
@@ -48,7 +48,7 @@ class SpecForge(Source):
     def item(self, path: Path) -> Item:
         """`data_17` for a file in the directory of its group, whose name says nothing of its own."""
         origin = shown(self.root, path)
-        match = _GROUPED.fullmatch(relative(self.root, path).as_posix())
+        match = _GROUPED.fullmatch(origin)
         if match and (match[1] is None or int(match[1]) <= int(match[3]) < int(match[2])):
             return Item(f"data_{int(match[3])}", origin)
         return super().item(path)

@@ -259,13 +259,33 @@ def test_an_error_that_is_not_ours_comes_out_too(tmp_path: Path, monkeypatch: py
 def test_low_space_seals_the_shard_before_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = iter([1 << 30, 1 << 30, 100])
+    free = iter([100_000, 80_000, 100])
     monkeypatch.setattr(LocalStore, "free_bytes", lambda store: next(free))
     appender = started(LocalStore(tmp_path))
     with pytest.raises(StorageFullError, match="100 bytes are free, the next sample needs") as caught:
         write_all(appender, ["s0", "s1", "s2"])
     assert (caught.value.shard, caught.value.key) == ("a-000000.tar", "s2")
     assert list(readable(tmp_path)) == ["s0", "s1"]
+
+
+def test_space_is_asked_for_again_once_a_part_of_it_may_be_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, asked = 1 << 30, [0]
+
+    def free_bytes(store: LocalStore) -> int:
+        asked[0] += 1
+        return left
+
+    monkeypatch.setattr(LocalStore, "free_bytes", free_bytes)
+    appender = started(LocalStore(tmp_path))
+    put_all(appender, ["s0", "s1", "s2"])
+    appender.seal()
+    assert asked == [1]
+    left = 80_000
+    put_all(appender, ["s3", "s4"])
+    appender.finish()
+    assert asked == [3]
 
 
 class Disk:

@@ -116,6 +116,14 @@ def test_every_layout_gives_the_canonical_samples(case: str, tmp_path: Path) -> 
             assert tensors[tensor].is_floating_point() == value.is_floating_point()
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_bytes_of_a_source_are_those_of_its_files(case: str, tmp_path: Path) -> None:
+    _, write, given = CASES[case]
+    write(tmp_path)
+    source = open_source(tmp_path, "auto", options_of(tmp_path, given))
+    assert source.nbytes() == sum(file.path.stat().st_size for file in source.files()) > 0
+
+
 @pytest.mark.parametrize("case", ["specforge", "speculators", "modelopt", "safetensors", "torch"])
 def test_reading_and_mapping_give_the_same(case: str, tmp_path: Path) -> None:
     _, write, given = CASES[case]
