@@ -7,7 +7,7 @@ and `pack`, samples one after another in one row [1, T, ...]. Refused: unknown t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -57,13 +57,14 @@ class Quantized:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
         """The same codes on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Quantized:
         """The same codes in pinned memory (what DataLoader's `pin_memory` calls)."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Any) -> Quantized:
+    def map(self, change: Callable[[torch.Tensor], Any]) -> Quantized:
+        """The same with `change` applied to each of the four tensors."""
         names = ("codes", "scales", "escape_positions", "escape_values")
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hsstream import handover
 from hsstream.batch import Batch, Memory, Place, choose_columns, pack_places, pad_places
 from hsstream.catalog import Catalog, Roots, open_catalog
 from hsstream.errors import ResumeError, SampleError
@@ -277,13 +278,19 @@ class HiddenStateDataset(IterableDataset[Batch]):
         batches = stream(
             jobs,
             self._columns,
-            self._memory,
+            self._memory_of(reader),
             self._threads,
             self._prefetch_bytes,
             self._clock,
             self._slow_batch_s,
         )
         return self._taken(batches)
+
+    def _memory_of(self, reader: Reader) -> Memory:
+        """In a worker: memory that the process which takes the batches sees too."""
+        if reader.worker is not None and type(self._memory) is SlabPool and handover.is_supported():
+            self._memory = handover.SharedPool(2 * self._prefetch_bytes)
+        return self._memory
 
     def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:

@@ -44,6 +44,7 @@ class SlabPool:
             return torch.empty(tuple(shape), dtype=dtype)
         with self._lock:
             slab = self._take(nbytes)
+            self._lend(slab)
         view = slab[:nbytes]
         weakref.finalize(view, self._returned.append, slab).atexit = False
         return torch.from_numpy(view).view(dtype).view(tuple(shape))
@@ -55,20 +56,37 @@ class SlabPool:
 
     def _make_room(self, nbytes: int) -> None:
         # The smallest go first: the largest ones fit whatever batch comes.
-        while self._idle and sum(map(len, self._idle)) + nbytes > self._limit:
-            self._idle.pop(0)
+        free = [slab for slab in self._idle if self._is_free(slab)]
+        excess = sum(map(len, free)) + nbytes - self._limit
+        for slab in free:
+            if excess <= 0:
+                return
+            excess -= len(slab)
+            self._idle = [other for other in self._idle if other is not slab]
 
     def _take(self, nbytes: int) -> Slab:
         self._collect()
         size = -(-nbytes // GRAIN) * GRAIN
-        fitting = [i for i, slab in enumerate(self._idle) if size <= len(slab) <= MOST_TIMES * size]
-        if fitting:
-            return self._idle.pop(fitting[0])
+        for number, slab in enumerate(self._idle):
+            if size <= len(slab) <= MOST_TIMES * size and self._is_free(slab):
+                return self._idle.pop(number)
         self._make_room(size)
+        return self._new(size)
+
+    # What a pool of another kind of memory does differently.
+
+    def _new(self, size: int) -> Slab:
         return np.empty(size, np.uint8)
 
+    def _is_free(self, slab: Slab) -> bool:  # noqa: ARG002
+        """Whether an idle slab may be lent, or let go of."""
+        return True
+
+    def _lend(self, slab: Slab) -> None:
+        """A slab is lent now."""
+
     def __reduce__(self) -> tuple[type[SlabPool], tuple[int]]:
-        return SlabPool, (self._limit,)
+        return type(self), (self._limit,)
 
 
 class PinnedMemory:

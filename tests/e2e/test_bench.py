@@ -67,7 +67,7 @@ def test_every_installed_loader_delivers_the_same_tokens(
 def test_the_other_parts_of_read(bench: Bench) -> None:
     tables = bench("read", "--parts", "scaling,loop,startup,memory")["tables"]
     assert [row["title"] for row in tables["startup"]["rows"]] == ["1 shard", "50 shards"]
-    assert [row["title"] for row in tables["loop"]["rows"]] == ["on an accelerator", "on the CPU"]
+    assert len({(row["title"], row["step"]) for row in tables["loop"]["rows"]}) == 4
     assert all(row["ratio"]["median"] > 0 for row in tables["loop"]["rows"])
     assert len(tables["scaling"]["rows"]) == 3
     memory = tables["memory"]["rows"][0]

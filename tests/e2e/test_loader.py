@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import exact_set, holds, write_exact
+from samples import exact_set, holds, write_exact, write_root
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hsstream as hs
+from hsstream import handover
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -184,6 +185,78 @@ def test_leaving_early_leaves_no_worker_and_the_next_iteration_is_whole(root: Pa
     for _ in batches:
         break
     assert keys(batches) == keys(epoch_of(root, 0))
+
+
+# --- batches of some MB: in memory that worker and loop share
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_root(tmp_path_factory.mktemp("wide"), [300, 40, 180, 260, 90, 310], shape={"hidden": 512})
+
+
+def of_two(root: Path, **options: Any) -> hs.HiddenStateDataset:
+    return hs.HiddenStateDataset(root, hs.Batching(batch_size=2, pad="longest"), **options)
+
+
+def values(batch: hs.Batch) -> list[torch.Tensor]:
+    return [value for value in batch.to("cpu").values() if isinstance(value, torch.Tensor)]
+
+
+def mappings() -> int:
+    """Of memory shared with workers, in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:hsstream")
+
+
+@pytest.mark.parametrize("dequantize", ["host", "device"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_large_batches_come_in_shared_memory_and_are_never_overwritten(
+    wide: Path, method: str, dequantize: Any
+) -> None:
+    batches = loader(of_two(wide, dequantize=dequantize), 2, method, persistent_workers=True)
+    kept: list[hs.Batch] = [batch for _ in range(3) for batch in batches]
+    assert mappings() >= len(kept)
+    expected = [values(batch) for batch in of_two(wide)] * 3
+    assert len(kept) == len(expected) == 9
+    for batch, others in zip(kept, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(values(batch), others, strict=True))
+    del batches, kept, batch
+    gc.collect()
+    assert mappings() == 0
+
+
+def test_a_loop_that_keeps_nothing_takes_no_more_memory_with_every_epoch(wide: Path) -> None:
+    batches = loader(of_two(wide), 1, persistent_workers=True)
+    places = {batch["aux_hidden_states"].data_ptr() for _ in range(10) for batch in batches}
+    workers = multiprocessing.active_children()
+    maps = Path(f"/proc/{workers[0].pid}/maps").read_text().count("memfd:hsstream")
+    assert (len(workers), len(places) > 0) == (1, True)
+    assert maps <= 16  # two large tensors a batch: those ahead, on their way and in the loop's hands
+    del batches
+
+
+def test_a_batch_outlives_the_worker_that_made_it(wide: Path) -> None:
+    batches = loader(of_two(wide), 1)
+    expected = values(next(iter(of_two(wide))))
+    taken = iter(batches)
+    batch = next(taken)
+    worker = multiprocessing.active_children()[0]
+    worker.kill()
+    worker.join()
+    assert all(torch.equal(one, other) for one, other in zip(values(batch), expected, strict=True))
+    with pytest.raises((RuntimeError, hs.StorageError), match=r"(?i)worker"):
+        list(taken)
+    del taken, batches, batch
+    gc.collect()
+    assert mappings() == 0
+
+
+def test_without_shared_files_torch_copies(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "is_supported", lambda: False)
+    found = list(loader(of_two(wide), 1))
+    assert mappings() == 0
+    for batch, other in zip(found, of_two(wide), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(values(batch), values(other), strict=True))
 
 
 def test_codes_for_the_device_pass_through_workers(root: Path) -> None:

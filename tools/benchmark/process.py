@@ -40,8 +40,9 @@ class Process:
         os.close(descriptor)
         self._words = Path(path)
         self._process = context.Process(
-            target=_begin, args=(theirs, target, cores, dict(environment), path, arguments), daemon=True
+            target=_begin, args=(theirs, target, cores, dict(environment), path, arguments)
         )
+        # Not a daemon, which may have no workers: it ends when the other end of its pipe is gone.
         self._process.start()
         theirs.close()
 

@@ -21,7 +21,7 @@ def write(source: Source, folder: Path, codec: str = "fp8", **options: Any) -> N
             writer.write(sample.key, sample.tensors)
 
 
-def dataset(root: str | Path, **options: Any) -> hs.HiddenStateDataset:
+def dataset(root: Any, **options: Any) -> hs.HiddenStateDataset:
     """Batches like those of the other loaders."""
     usual = {
         "batching": hs.Batching(batch_size=BATCH, pad="longest"),
