@@ -43,8 +43,8 @@ PREFETCH_BYTES = 512 << 20
 class HiddenStateDataset(IterableDataset[Batch]):
     """Streams batches of hidden states from local disk, HTTP or S3.
 
-    Iterate it as it is (`for batch in ds`, the fast way: threads, no copies through shared memory) or
-    through `DataLoader(ds, batch_size=None, num_workers=W)`.
+    Iterate it as it is (`for batch in ds`: threads of this process), or through `DataLoader(ds,
+    batch_size=None, num_workers=W)`, whose workers hand batches over without copies.
 
     Args:
         root: a root, a list of roots or of (root, weight), or shard URLs with `{000..099}`. Weight 0.25

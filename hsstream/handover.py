@@ -99,12 +99,11 @@ class _Ticket:
         try:
             whole = self._mapped()
         except OSError as error:
-            text = f"a batch of worker process {self.process} cannot be taken, the worker ended: {error}"
+            text = f"a batch of worker process {self.process} cannot be taken, has it ended? {error}"
             raise StorageError(text) from None
         view = whole[PAGE:]
         weakref.finalize(view, _release, whole[:1]).atexit = False
         return torch.from_numpy(view).view(self.dtype).view(self.shape)
-
 
     def _mapped(self) -> NDArray[np.uint8]:
         descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)

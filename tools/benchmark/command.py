@@ -70,7 +70,7 @@ def _common(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--tokens", type=int, help=f"hidden states to measure on (default {FULL_TOKENS:,})")
     add("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens and fewer repetitions")
-    add("--wide", action="store_true", help="tokens of five times the width, as large models have them")
+    add("--wide", action="store_true", help="states and samples of the size that large models give")
     add("--synthetic", action="store_true", help="a few random numbers: to try the tool, not to measure")
     add("--repetitions", type=int, help="interleaved repetitions (default 7, quick 3)")
     add("--cache", type=Path, default=CACHE, help="where data is kept (%(default)s)")

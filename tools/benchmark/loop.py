@@ -19,14 +19,13 @@ import torch
 from benchmark import process
 from benchmark.goals import Goal
 from benchmark.report import Column, Ratio, Report, Table
+from benchmark.source import BATCH
 
 SIDE = 256
 #: Calls of a step on an accelerator.
 LAUNCHES = 300
-#: In a batch: about 10,000 tokens, as trainers take them.
-SAMPLES = 24
 #: An epoch has the data so many times; its first batches fill what is ahead, and are not counted.
-TIMES, FIRST = 12, 4
+TIMES, FIRST = 4, 4
 GOAL = 0.95
 WAYS = {"thread": "a decode thread", "worker": "a DataLoader worker"}
 STEPS = {"accelerator": "on an accelerator", "cpu": "on the CPU"}
@@ -49,7 +48,7 @@ def run(report: Report, folder: Path, rounds: int) -> list[Goal]:
         Column("ratio", "speed of the loop"),
     )
     notes = [
-        f"Two cores, hsstream fp8 on the host, batches of {SAMPLES} samples behind the first {FIRST}.",
+        f"Two cores, hsstream fp8 on the host, batches of {BATCH} samples behind the first {FIRST}.",
         "Speed relative to the same steps without loading. A step takes as long as a batch by itself.",
         f"On an accelerator: {LAUNCHES} short torch calls, then waiting for a device (a clock).",
     ]
@@ -62,13 +61,11 @@ def measure(folder: str, rounds: int) -> dict[str, Any]:
     """Seconds of the steps of an epoch behind the first (bare), and with loading, for all ways and steps."""
     from torch.utils.data import DataLoader
 
-    import hsstream as hs
     from benchmark.loaders import ours
 
     result: dict[str, Any] = {}
     for way in WAYS:
-        batching = hs.Batching(batch_size=SAMPLES, pad="longest")
-        batches: Any = ours.dataset([(folder, TIMES)], threads=1, batching=batching)
+        batches: Any = ours.dataset([(folder, TIMES)], threads=1)
         if way == "worker":
             batches = DataLoader(batches, batch_size=None, num_workers=1, persistent_workers=True)
         count = [_count(batches), _count(batches)][-1]

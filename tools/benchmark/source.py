@@ -27,6 +27,8 @@ CACHE = TOOLS.parent / ".cache" / "bench"
 FULL_TOKENS, QUICK_TOKENS = 120_000, 30_000
 #: Tokens that make one of `wide_source`: 5 x 576 values are the width of GPT-OSS-120B.
 WIDE = 5
+#: Of a wide sample, at least, and of all of them: ordinary data sets have samples of 2,000 tokens.
+LONG, WIDE_TOKENS = 1_800, 60_000
 #: Samples in a batch, here and in every loader.
 BATCH = 8
 
@@ -132,31 +134,36 @@ def _extract(source: Source, tokens: int) -> None:
 
 
 def wide_source(narrow: Source) -> Source:
-    """The same states at the width of a large model: each token has the vectors of WIDE tokens side by side,
-    each sample those of WIDE samples one after another. Values, bytes and lengths of samples stay real.
+    """The same states as a large model has them: each token has the vectors of WIDE tokens side by side, from
+    as many places of the text, each sample those of several samples one after another.
     """
-    source = Source(narrow.folder / "wide", f"{narrow.title}, {WIDE} tokens side by side")
+    title = f"{narrow.title}, the vectors of {WIDE} tokens side by side"
+    source = Source(narrow.folder / f"wide-{WIDE_TOKENS}", title)
     if (source.root / "manifest.json").is_file():
         return source
-    pending: list[hs.Sample] = []
+    samples = [sample.tensors for sample in narrow.samples()]
+    joined = {name: torch.cat([tensors[name] for tensors in samples]) for name in samples[0]}
+    start = stop = 0
     with hs.ShardWriter(source.root, codec="raw", compression="none") as writer:
-        for sample in narrow.samples():
-            pending.append(sample)
-            if len(pending) == WIDE:
-                if pending[0].key not in writer:
-                    writer.write(pending[0].key, _side_by_side([each.tensors for each in pending]))
-                pending.clear()
+        for tensors in samples:
+            stop += len(tensors["input_ids"])
+            if stop - start >= LONG and start < WIDE_TOKENS:
+                key = f"wide-{start:06d}"
+                if key not in writer:
+                    writer.write(key, _side_by_side(joined, start, stop))
+                start = stop
     return source
 
 
-def _side_by_side(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    joined = {name: torch.cat([tensors[name] for tensors in samples]) for name in samples[0]}
-    tokens = len(joined["input_ids"]) // WIDE
-    wide = {}
-    for name, values in joined.items():
-        parts = values[: tokens * WIDE].split(tokens)
-        wide[name] = torch.cat(parts, dim=-1) if name in HIDDEN_STATES else parts[0].clone()
-    return wide
+def _side_by_side(joined: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
+    total = len(joined["input_ids"])
+    places = [(torch.arange(start, stop) + total * part // WIDE) % total for part in range(WIDE)]
+    return {
+        name: torch.cat([values[rows] for rows in places], dim=-1)
+        if name in HIDDEN_STATES
+        else values[places[0]]
+        for name, values in joined.items()
+    }
 
 
 def synthetic_source(cache: Path, samples: int = 20, layers: int = 3, hidden: int = 64) -> Source:
