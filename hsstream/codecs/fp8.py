@@ -155,13 +155,23 @@ def _decode_words(codes: NDArray[np.uint8], bases: NDArray[np.int16], out: NDArr
         np.multiply(words, 16, out=words)
         np.bitwise_and(words, -0x7810, out=words)
         np.add(words, bases[part, :, None], out=out[part])
-    small = np.flatnonzero(codes & np.uint8(0x78) == 0)
+    small = _places(codes & np.uint8(0x78) == 0)
     if len(small):
         places = np.unravel_index(small, codes.shape)
         found = codes[places]
         size = found & np.uint8(7)
         word = np.where(size > 0, DENORMAL[size] + bases[places[:-1]], 0)
         out[places] = word | (found & np.uint8(0x80)).astype(np.int16) << 8
+
+
+def _places(wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Where a mask is set, flat and ascending; eight values at a time, since few are."""
+    flat = wanted.reshape(-1)
+    end = len(flat) // 8 * 8
+    eights = np.flatnonzero(flat[:end].view(np.uint64) != 0)[:, None] * 8 + np.arange(8)
+    places = np.concatenate([eights.reshape(-1), np.arange(end, len(flat))])
+    found: NDArray[np.int64] = places[flat[places]]
+    return found
 
 
 def _magnitudes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -30,7 +30,7 @@ WIDE = 5
 #: Of a wide sample, at least, and of all of them: ordinary data sets have samples of 2,000 tokens.
 LONG, WIDE_TOKENS = 1_800, 60_000
 #: Samples in a batch, here and in every loader.
-BATCH = 8
+BATCH = 4
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import xxhash
 import hsstream as hs
 from benchmark.loaders import deepspec, ours
 from benchmark.loaders.base import STATES, Batch, Epochs, Loader, groups
+from benchmark.source import BATCH
 
 HASH_BLOCK = 512 << 10
 
@@ -78,7 +79,7 @@ def opened_hash(folder: Path) -> Epochs:
     mapped = {shard.name: np.memmap(folder / shard.name, np.uint8, "r") for shard in reader.index.shards}
     pieces = [_pieces(reader, mapped, number) for number in range(len(reader))]
     rows = [max(sum(map(len, pieces[number])) for number in some) for some in groups(range(len(pieces)))]
-    slab = np.zeros((8, max(rows)), np.uint8)
+    slab = np.zeros((BATCH, max(rows)), np.uint8)
 
     def epoch() -> Iterator[Batch]:
         for numbers, width in zip(groups(range(len(pieces))), rows, strict=True):
