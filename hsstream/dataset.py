@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hsstream import handover
 from hsstream.batch import Batch, Memory, Place, choose_columns, pack_places, pad_places
 from hsstream.catalog import Catalog, Roots, open_catalog
 from hsstream.errors import ResumeError, SampleError
+from hsstream.handover import SharedPool, is_supported
 from hsstream.memory import PinnedMemory, SlabPool
 from hsstream.plan import (
     Batching,
@@ -288,8 +288,8 @@ class HiddenStateDataset(IterableDataset[Batch]):
 
     def _memory_of(self, reader: Reader) -> Memory:
         """In a worker: memory that the process which takes the batches sees too."""
-        if reader.worker is not None and type(self._memory) is SlabPool and handover.is_supported():
-            self._memory = handover.SharedPool(2 * self._prefetch_bytes)
+        if reader.worker is not None and type(self._memory) is SlabPool and is_supported():
+            self._memory = SharedPool(2 * self._prefetch_bytes)
         return self._memory
 
     def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hsstream as hs
-from hsstream import handover
+from hsstream import dataset as dataset_module
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -252,7 +252,7 @@ def test_a_batch_outlives_the_worker_that_made_it(wide: Path) -> None:
 
 
 def test_without_shared_files_torch_copies(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "is_supported", lambda: False)
+    monkeypatch.setattr(dataset_module, "is_supported", lambda: False)
     found = list(loader(of_two(wide), 1))
     assert mappings() == 0
     for batch, other in zip(found, of_two(wide), strict=True):
