@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from samples import exact_set
 
 import hsstream as hs
+from hsstream import appender
 
 TOKENS, SHARD_SAMPLES = 20, 4
 
@@ -73,6 +74,8 @@ class Child:
 
 
 def main() -> None:
+    # Small samples are handed on many at once: here few, so that shards are sealed while others are written.
+    appender.GATHERED_RECORDS = 2
     with tempfile.TemporaryDirectory() as place:  # everything is imported and compiled before the first fork
         nowhere = os.open(os.devnull, os.O_WRONLY)
         write({"root": place, "name": "warm", "prefix": "w", "count": 20}, nowhere)
