@@ -208,8 +208,10 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:hsstream")
 
 
-@pytest.mark.parametrize("dequantize", ["host", "device"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "dequantize"),
+    [("fork", "host"), ("fork", "device"), ("spawn", "host"), ("forkserver", "host")],
+)
 def test_large_batches_come_in_shared_memory_and_are_never_overwritten(
     wide: Path, method: str, dequantize: Any
 ) -> None:
