@@ -42,9 +42,14 @@ def read_rows(
     Block by block, so that codes stay in the cache between hash and decode; by one call of `write` where all
     is wanted and stored plain. Rows that were not stored are left alone.
     """
-    whole = _plain_members(tensor, members, payloads) if tokens == range(tensor.rows) else None
-    if whole is not None and write.write_plain(to, whole):
-        return
+    address = digest_address()
+    if address and write.takes_plain and tokens == range(tensor.rows) and _stored_plain(tensor, members):
+        size = tensor.rows * sum(tensor.spec.row_bytes)
+        whole = [payload(0, size) for payload in payloads]
+        hashes = np.array([tensor.hashes[member] for member in members], np.uint64)
+        if write.write_plain(to, PlainMembers(whole, tensor.rows, tensor.rows_per_block, hashes, address)):
+            return
+        payloads = [_within(data) for data in whole]
     spec, chosen = tensor.spec, list(zip(members, payloads, strict=True))
     for block in range(*tensor.blocks_for(tokens.start, tokens.stop)):
         first, last = tensor.block_rows(block)
@@ -54,22 +59,19 @@ def read_rows(
             write(to + row, parts if hi - lo == rows else [_cut(spec, part, lo, hi) for part in parts])
 
 
-def _plain_members(
-    tensor: TensorHeader, members: Sequence[int], payloads: Sequence[Payload]
-) -> PlainMembers | None:
-    """Whole members, where their blocks are stored plain and without extras; else None."""
-    address = digest_address()
-    if address is None or tensor.row_runs is not None or not tensor.rows:
-        return None
+def _stored_plain(tensor: TensorHeader, members: Sequence[int]) -> bool:
+    """Whether all blocks of these members are stored plain and without extras, all rows of the sample."""
+    if tensor.row_runs is not None or not tensor.rows:
+        return False
     row, full = sum(tensor.spec.row_bytes), tensor.block_count - 1
     sizes = [row * tensor.rows_per_block] * full
     sizes.append(row * (tensor.rows - full * tensor.rows_per_block))
-    for member in members:
-        if tensor.stored[member] != sizes or any(tensor.extras[member]):
-            return None
-    whole = [payload(0, row * tensor.rows) for payload in payloads]
-    hashes = np.array([tensor.hashes[member] for member in members], np.uint64)
-    return PlainMembers(whole, tensor.rows, tensor.rows_per_block, hashes, address)
+    return all(tensor.stored[member] == sizes and not any(tensor.extras[member]) for member in members)
+
+
+def _within(data: memoryview) -> Payload:
+    """Access to the bytes of a whole payload."""
+    return lambda start, stop: data[start:stop]
 
 
 def _cut(spec: TensorSpec, part: Part, lo: int, hi: int) -> Part:
@@ -166,7 +168,7 @@ def _tensor_from_members(tensor: TensorHeader, tokens: int, members: Mapping[str
     views = [memoryview(members[extension]) for extension in extensions]
     for member, view in enumerate(views):
         check_member_size(tensor, member, len(view))
-    value = read_tensor(tensor, lambda member: lambda a, b: views[member][a:b], range(tokens))
+    value = read_tensor(tensor, lambda member: _within(views[member]), range(tokens))
     return deliver(tensor.spec.name, value)
 
 

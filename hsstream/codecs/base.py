@@ -52,6 +52,11 @@ class RowWriter:
         """Rows [start, start + R). Parts come from untrusted bytes: CorruptDataError(reason="bad_code")."""
         raise NotImplementedError
 
+    @property
+    def takes_plain(self) -> bool:
+        """Whether `write_plain` is worth a try: then all bytes are got at once."""
+        return False
+
     def write_plain(self, start: int, members: PlainMembers) -> bool:  # noqa: ARG002
         """Rows [start, start + R) of unchecked members at once. False where this writer cannot do that, or
         anything is wrong with them: then some rows may be written, and the parts of each block are wanted,

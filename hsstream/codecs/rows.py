@@ -128,6 +128,11 @@ class Rows(RowWriter):
                 place = Place(start, len(part.codes), number * vectors, vectors)
                 self._finish(place, scales[number], part.extras)
 
+    @property
+    def takes_plain(self) -> bool:
+        """With numba."""
+        return backend.kernels() is not None
+
     def write_plain(self, start: int, members: PlainMembers) -> bool:
         """By one call of a kernel; False without numba."""
         count, rows = len(members.payloads), members.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hsstream.blocks import digest, digest_address
 from hsstream.codecs import backend, parse_codec
 from hsstream.codecs.base import Part, PlainMembers, RowWriter, ScaledCodec
 from hsstream.errors import CorruptDataError
+from hsstream.storage.local import LocalStore
 
 NOTHING = memoryview(b"")
 CODECS = ("fp8", "bounded:0.02", "bounded:0.2")
@@ -173,6 +175,30 @@ def test_a_changed_byte_is_named_as_everywhere(place: float, tmp_path: Path) -> 
     with pytest.raises(CorruptDataError, match=r"hash.*tensor aux_hidden_states") as caught:
         batches(tmp_path, "host")
     assert caught.value.reason == "hash_mismatch"
+
+
+@pytest.mark.parametrize("way", ["raw", "fp8", "fp8 without numba", "fp8 with a changed byte"])
+def test_every_byte_is_read_once(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_root(tmp_path, [1200], shape={"hidden": 256}, codec=way.split()[0], compression="none")
+    reader = hs.ShardReader(tmp_path)
+    start, stop = reader.index.table.member_range(0, 4)
+    if way == "fp8 without numba":
+        monkeypatch.setattr(backend, "kernels", lambda: None)
+    if way == "fp8 with a changed byte":
+        path = tmp_path / "hs-000000.tar"
+        data = bytearray(path.read_bytes())
+        data[stop - 1] ^= 1
+        path.write_bytes(data)
+    read, known = [], LocalStore.read
+
+    def counted(store: LocalStore, name: str, first: int, last: int) -> memoryview:
+        read.extend([(first, last)] if start <= first < stop else [])
+        return known(store, name, first, last)
+
+    monkeypatch.setattr(LocalStore, "read", counted)
+    with pytest.raises(CorruptDataError) if "byte" in way else nullcontext():
+        reader.read(0, tensors=["aux_hidden_states", "last_hidden_state"])
+    assert sum(last - first for first, last in read) == stop - start
 
 
 @pytest.mark.parametrize("missing", ["function", "module", "right function"])
