@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from hsstream.blocks import Buffer, digest, store_block
-from hsstream.codecs.base import Codes
+from hsstream.codecs.base import Codec, Codes
 from hsstream.errors import NonFiniteError, SampleError, located
 from hsstream.header import (
     BLOCK_CODE_BYTES,
@@ -148,8 +148,9 @@ def _encode_tensor(spec: TensorSpec, value: torch.Tensor, runs: NDArray[np.int64
         plain.blocks = [[block] for block in _encode_together(spec, value)]
         plain.extras = [[0]] * len(plain.blocks)
         return plain
-    for member in value.unbind(1) if spec.layers else (value,):
-        blocks, extras = _encode_member(spec, member.reshape(rows, *spec.row_shape), per_block)
+    for number, member in enumerate(value.unbind(1) if spec.layers else (value,)):
+        codec = spec.codec.of_layer(number, spec.member_count)
+        blocks, extras = _encode_member(spec, codec, member.reshape(rows, *spec.row_shape), per_block)
         if (nbytes := sum(map(len, blocks))) >= MAX_MEMBER_BYTES:
             raise SampleError(f"a member takes {nbytes} bytes, a tar holds less than {MAX_MEMBER_BYTES}")
         plain.blocks.append(blocks)
@@ -171,15 +172,17 @@ def rows_per_block(spec: TensorSpec, rows: int) -> int:
     return per_block
 
 
-def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tuple[list[bytes], list[int]]:
-    """One member [R, V, H] to plain blocks. On a device it is encoded whole, on the host block by block."""
+def _encode_member(
+    spec: TensorSpec, codec: Codec, values: torch.Tensor, per_block: int
+) -> tuple[list[bytes], list[int]]:
+    """One member [R, V, H] to plain blocks, by its own codec; on a device whole, on the host by blocks."""
     blocks, extras = [], []
     rows = values.shape[0]
     step = rows if values.device.type != "cpu" else per_block
     for start in range(0, rows, max(step, 1)):
         last = min(start + step, rows)
         # A slice of everything is worth leaving out: small samples are made of it.
-        codes = _to_host(_encode_rows(spec, values if step >= rows else values[start:last], start))
+        codes = _to_host(_encode_rows(codec, values if step >= rows else values[start:last], start))
         for first in range(0, last - start, per_block):
             block, extra = _plain_block(spec, codes, first, min(first + per_block, last - start))
             blocks.append(block)
@@ -190,7 +193,7 @@ def _encode_member(spec: TensorSpec, values: torch.Tensor, per_block: int) -> tu
 def _encode_together(spec: TensorSpec, values: torch.Tensor) -> Iterator[bytes]:
     """The members of a small tensor, a block each, by one call of the encoder and few of numpy."""
     (vectors, width), (_, row) = spec.row_shape, spec.row_bytes
-    found = _encode_rows(spec, values.reshape(-1, spec.member_count * vectors, width), 0)
+    found = _encode_rows(spec.codec, values.reshape(-1, spec.member_count * vectors, width), 0)
     codes, scales = found.codes.numpy(), None if found.scales is None else found.scales.numpy()
     for member in range(spec.member_count):
         arranged = spec.codec.arrange(codes[:, member * row : (member + 1) * row])
@@ -202,14 +205,14 @@ def _encode_together(spec: TensorSpec, values: torch.Tensor) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _encode_rows(spec: TensorSpec, values: torch.Tensor, start: int) -> Codes:
+def _encode_rows(codec: Codec, values: torch.Tensor, start: int) -> Codes:
     """Codes of finite rows [R, V, H]; `start` is their first token, for the error."""
-    if not spec.codec.scaled:
+    if not codec.scaled:
         dense = _contiguous(values)
         if dense.dtype.is_floating_point and not is_finite(dense):
             raise _not_finite(dense, start)
-        return spec.codec.encode(dense)
-    codes = spec.codec.encode(values if values.stride(-1) == 1 else _contiguous(values))
+        return codec.encode(dense)
+    codes = codec.encode(values if values.stride(-1) == 1 else _contiguous(values))
     # A vector with NaN or Inf has an infinite scale: no pass over the values is needed to find it.
     if codes.scales is not None and not is_finite(codes.scales):
         raise _not_finite(values, start)

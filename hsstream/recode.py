@@ -168,14 +168,12 @@ def _wanted(job: Recode, first: Source) -> dict[str, str]:
 
 def _text(spec: TensorSpec) -> str:
     """The codec of a tensor as a user names it."""
-    error = spec.codec.params().get("error")
-    text = spec.codec.name if error is None else f"{spec.codec.name}:{error}"
-    parsed = parse_codec(text)
+    parsed = parse_codec(spec.codec.text)
     if (parsed.name, parsed.params()) != (spec.codec.name, spec.codec.params()):
         raise SampleError(
             f"{spec.name}: codec {spec.codec.name} {spec.codec.params()}: name one with --codec"
         )
-    return text
+    return spec.codec.text
 
 
 def _writer(job: Recode, catalog: Catalog) -> ShardWriter:

@@ -44,13 +44,14 @@ CODECS: dict[str, tuple[frozenset[str], _Maker]] = {
     "raw": (frozenset(), lambda _: Raw()),
     "planes": (frozenset(), lambda _: Planes()),
     "fp8": (frozenset(), lambda _: Fp8()),
-    "bounded": (frozenset({"error", "packed", "size"}), Bounded.from_header),
+    "bounded": (frozenset({"error", "first", "packed", "size"}), Bounded.from_header),
 }
-_CHOICES = '"raw", "planes", "fp8", "bounded:ERROR" with 0 < ERROR <= 1'
+_CHOICES = '"raw", "planes", "fp8", "bounded:ERROR" or "bounded:FIRST..LAST" with errors in (0, 1]'
 
 
 def parse_codec(spec: str) -> Codec:
-    """The codec a user names: `raw`, `planes`, `fp8` or `bounded:ERROR`, such as `bounded:0.16`.
+    """The codec a user names: `raw`, `planes`, `fp8`, `bounded:ERROR` such as `bounded:0.16`, or
+    `bounded:FIRST..LAST` such as `bounded:0.3..0.1`, errors of the first and the last captured layer.
 
     Raises SampleError naming the choices.
     """

@@ -102,6 +102,15 @@ class Codec(ABC):
     def params(self) -> dict[str, int | float | str]:
         """The parameters a header records; empty for codecs without any."""
 
+    @property
+    def text(self) -> str:
+        """How a user names it."""
+        return self.name
+
+    def of_layer(self, layer: int, layers: int) -> Codec:  # noqa: ARG002
+        """What encodes one of so many members; they differ in what has no part in decoding."""
+        return self
+
     @abstractmethod
     def check(self, dtype: torch.dtype) -> None:
         """Refuse source dtypes the codec cannot hold (SampleError)."""

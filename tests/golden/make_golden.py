@@ -190,6 +190,12 @@ def bounded(root: Path) -> Made:
     return {key: tensors_ for key, (tensors_, _) in read_shard(root / SHARD).items()}
 
 
+def layers(root: Path) -> Made:
+    """Captured layers whose errors differ."""
+    write(root, {f"s{n}": tensors(6, seed=n) for n in range(2)}, codec="bounded:0.4..0.1")
+    return {key: tensors_ for key, (tensors_, _) in read_shard(root / SHARD).items()}
+
+
 def row_runs(root: Path) -> Made:
     """Only the teacher rows that a loss can reach are stored."""
     made = {f"s{n}": tensors(40, seed=n) for n in range(3)}
@@ -261,7 +267,7 @@ def new_fields(body: dict[str, Any]) -> None:
 
 
 GOOD: dict[str, Callable[[Path], Made]] = {
-    made.__name__: made for made in (codecs, blocks, bounded, row_runs, teacher, writers, later)
+    made.__name__: made for made in (codecs, blocks, bounded, layers, row_runs, teacher, writers, later)
 }
 
 # -- bad data sets: one for every reason ------------------------------------------------------------------

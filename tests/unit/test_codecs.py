@@ -64,8 +64,10 @@ def decoded(
 
 
 def test_every_codec_goes_through_a_header() -> None:
-    for spec in ("raw", "planes", "fp8", "bounded:0.16", "bounded:0.02", "bounded:1", "bounded:1e-3"):
+    bounded_ones = ("0.16", "0.02", "1", "1e-3", "0.4..0.1", "1e-3..1")
+    for spec in ("raw", "planes", "fp8", *(f"bounded:{error}" for error in bounded_ones)):
         codec = parse_codec(spec)
+        assert parse_codec(codec.text).params() == codec.params()
         again = codec_from_header(codec.name, codec.params())
         assert type(again) is type(codec)
         assert again.params() == codec.params()
@@ -89,6 +91,13 @@ def test_every_codec_goes_through_a_header() -> None:
         "bounded: 0.16",
         "bounded:0.\u0661",
         "bounded:1e-999",
+        "bounded:0.3..",
+        "bounded:..0.3",
+        "bounded:0.3...0.1..0.1",
+        "bounded:2..0.1",
+        "bounded:0.1..2",
+        "bounded:0..0.1",
+        "bounded:0.1..nan",
         "FP8",
         None,
         8,
@@ -122,6 +131,10 @@ def test_a_header_from_the_future_is_refused_by_name(name: str, params: dict[str
         {"size": ""},
         {"size": "x" * 33},
         {"error": 10**400},
+        {"first": 0},
+        {"first": 1.5},
+        {"first": None},
+        {"first": "0.1"},
     ],
 )
 def test_bad_parameters_are_a_bad_field(change: dict[str, object]) -> None:
@@ -135,6 +148,17 @@ def test_a_header_of_the_wrong_types_is_a_bad_field(name: Any, params: Any) -> N
     with pytest.raises(FormatError) as caught:
         codec_from_header(name, params)
     assert caught.value.reason == "bad_field"
+
+
+def test_layers_have_a_geometric_series_of_errors() -> None:
+    codec = parse_codec("bounded:0.4..0.1")
+    for layers, errors in ((3, (0.4, 0.2, 0.1)), (2, (0.4, 0.1)), (1, (0.1,))):
+        members = [codec.of_layer(layer, layers) for layer in range(layers)]
+        assert [member.params()["error"] for member in members] == pytest.approx(errors)
+        assert {member.params()["packed"] for member in members} == {True}
+    assert parse_codec("bounded:0.1").params()["packed"] is False
+    plain = parse_codec("bounded:0.1")
+    assert plain.of_layer(0, 3) is plain
 
 
 def test_another_size_is_read_but_not_written() -> None:
