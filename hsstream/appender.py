@@ -69,6 +69,8 @@ SMALL_BYTES, GATHERED_BYTES, GATHERED_RECORDS, GATHERED_SECONDS = 1 << 20, 8 << 
 ASKED_AGAIN = 1 / 16
 
 _Item = tuple["Future[Record] | PlainRecord", SampleFacts, int]
+#: Records, or a moment that somebody waits for: all before it appended, or the shard sealed.
+_Entry = list[_Item] | threading.Event | Future[None]
 
 
 class Appender:
@@ -87,7 +89,7 @@ class Appender:
         self._store, self._info, self._names = store, info, names
         self._limits, self._writer = limits, writer
         self._budget = _Bytes(queue_bytes)
-        self._items: queue.SimpleQueue[list[_Item] | Future[None] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._gathered: list[_Item] = []
         self._gathering = threading.Lock()
         self._gathered_bytes, self._most_gathered = 0, min(GATHERED_BYTES, queue_bytes // 4)
@@ -101,12 +103,16 @@ class Appender:
         self._thread = threading.Thread(target=self._run, name="hsstream-append", daemon=True)
         self._thread.start()
 
-    def put(self, plain: PlainRecord, facts: SampleFacts) -> None:
-        """Queue one record; waits while the bytes in flight are over the limit."""
+    def put(self, plain: PlainRecord, facts: SampleFacts, in_step: bool = False) -> None:
+        """Queue one record; waits while the bytes in flight are over the limit.
+
+        in_step: wait until gathered records are appended, for a caller that has nothing to wait for but the
+        interpreter: two threads that take it from each other are slower than one.
+        """
         nbytes = plain.nbytes
         small = nbytes < min(SMALL_BYTES, self._most_gathered)
         if not small or self._gathered_bytes + nbytes > self._most_gathered:
-            self._hand_over()
+            self._hand_over(in_step)
         self._budget.take(nbytes, lambda: self.failure is not None)
         self.check()
         if small:
@@ -114,16 +120,24 @@ class Appender:
                 self._gathered.append((plain, facts, nbytes))
                 self._gathered_bytes += nbytes
             if len(self._gathered) >= GATHERED_RECORDS:
-                self._hand_over()
+                self._hand_over(in_step)
         else:
             self._items.put([(self._pool.submit(seal, plain), facts, nbytes)])
 
-    def _hand_over(self) -> None:
-        """Queue the small records that were gathered; in the caller's thread, or in the appending one."""
+    def _hand_over(self, in_step: bool = False) -> None:
+        """Queue the small records that were gathered; in the caller's thread, or in the appending one.
+
+        in_step: only in the caller's thread, and only back when all that is queued has been appended.
+        """
         with self._gathering:
-            if self._gathered:
-                self._items.put(self._gathered)
-                self._gathered, self._gathered_bytes = [], 0
+            if not self._gathered:
+                return
+            self._items.put(self._gathered)
+            self._gathered, self._gathered_bytes = [], 0
+        if in_step:
+            done = threading.Event()
+            self._items.put(done)
+            done.wait()
 
     def check(self) -> None:
         """Raise the failure of a thread, if there was one."""
@@ -156,6 +170,9 @@ class Appender:
                 self._try_seal()
                 item.set_result(None)
                 continue
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             for entry in item:
                 self._take(*entry)
             # Or the last record would stay in memory until the next one comes.
@@ -163,7 +180,7 @@ class Appender:
         if self._builder is not None:
             self._try_seal()
 
-    def _next(self) -> list[_Item] | Future[None] | None:
+    def _next(self) -> _Entry | None:
         while True:
             with suppress(queue.Empty):
                 return self._items.get(timeout=GATHERED_SECONDS)

@@ -192,6 +192,10 @@ def _encode_member(
 
 def _encode_together(spec: TensorSpec, values: torch.Tensor) -> Iterator[bytes]:
     """The members of a small tensor, a block each, by one call of the encoder and few of numpy."""
+    if spec.codec.verbatim and not spec.layers and not values.dtype.is_floating_point:
+        # Ids and masks, of which every sample has some.
+        yield values.view(INTEGERS[values.itemsize]).numpy().tobytes()
+        return
     (vectors, width), (_, row) = spec.row_shape, spec.row_bytes
     found = _encode_rows(spec.codec, values.reshape(-1, spec.member_count * vectors, width), 0)
     codes, scales = found.codes.numpy(), None if found.scales is None else found.scales.numpy()

@@ -16,9 +16,9 @@ PRESETS: dict[str, tuple[str, str]] = {
     "lossless": ("planes", "planes"),
     "fp8": ("fp8", "fp8"),
     "fine": ("bounded:0.02", "bounded:0.02"),
-    "balanced": ("bounded:0.17", "bounded:0.05"),
-    "small": ("bounded:0.25", "bounded:0.05"),
-    "sparse": ("bounded:0.25", "bounded:0.05"),
+    "balanced": ("bounded:0.35..0.09", "bounded:0.05"),
+    "small": ("bounded:0.5..0.16", "bounded:0.05"),
+    "sparse": ("bounded:0.5..0.12", "bounded:0.05"),
 }
 
 

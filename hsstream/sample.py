@@ -283,21 +283,23 @@ def _storage_form(name: str, value: torch.Tensor) -> torch.Tensor:
         return value
     if dtype is torch.int32 and (value.dtype.is_floating_point or value.dtype is torch.bool):
         raise SampleError(f"{name} must be integers, got {value.dtype}")
-    stored = value.to(dtype)
-    if not _fits(value, stored):
+    stored = _narrowed(value, dtype)
+    if stored is None:
         allowed = "0 and 1" if dtype is torch.uint8 else "32-bit integers"
         raise SampleError(f"{name} holds values other than {allowed}")
     return stored
 
 
-def _fits(value: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Whether ids or a mask are what was stored of them: 32-bit integers, or 0 and 1."""
+def _narrowed(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Ids as int32 or a mask of 0 and 1 as uint8; None where that changes them."""
     if value.dtype.is_floating_point:
-        return torch.equal(stored.to(value.dtype), value) and not bool((stored > 1).any())
+        stored = value.to(dtype)
+        return stored if torch.equal(stored.to(value.dtype), value) and not bool((stored > 1).any()) else None
     # numpy, several times as fast as torch on few values
     found = value.cpu().numpy()
-    least, most = (0, 1) if stored.dtype is torch.uint8 else (-(2**31), 2**31 - 1)
-    return bool(found.min() >= least and found.max() <= most)
+    least, most, kind = (0, 1, np.uint8) if dtype is torch.uint8 else (-(2**31), 2**31 - 1, np.int32)
+    fits = found.min() >= least and found.max() <= most
+    return torch.from_numpy(found.astype(kind)).to(value.device) if fits else None
 
 
 def _plain_meta(value: Any, where: str, depth: int) -> Any:

@@ -192,15 +192,18 @@ class ShardWriter:
             sample = prepare_sample(key, self._taught(tensors), attention_mask, meta)
             return self._encode(sample, ready)
 
-    def append(self, prepared: Prepared) -> None:
-        """The second half of `write`: queue a prepared sample behind those appended before."""
+    def append(self, prepared: Prepared, in_step: bool = False) -> None:
+        """The second half of `write`: queue a prepared sample behind those appended before.
+
+        in_step: small samples are compressed and written while the caller waits, several at once.
+        """
         self._check_open()
         plain = prepared.plain
         with located(key=plain.key):
             if plain.key in self._keys:
                 raise SampleError("this key was already written: test `key in writer` before writing")
             appender = self._started(prepared)
-            appender.put(plain, prepared.facts)
+            appender.put(plain, prepared.facts, in_step)
         self._keys.add(plain.key)
         self._samples += 1
         self._tokens += plain.tokens

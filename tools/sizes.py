@@ -35,6 +35,7 @@ from fidelity import machine
 
 import hsstream as hs
 from hsstream.estimate import from_samples
+from hsstream.estimate.numbers import BOUNDED
 from hsstream.presets import PRESETS
 from hsstream.sample import HIDDEN_STATES
 from hsstream.weights import load_lm_head
@@ -42,8 +43,11 @@ from hsstream.weights import load_lm_head
 #: The sample that the user of the first hour had, in bytes of bf16.
 ASKED_BYTES = 1.17e9
 TOP_K = 64
-#: Stored beside the presets.
-CODECS = {"fp8, zstd": ("fp8", "zstd")}
+#: Stored beside the presets: the ratios that `hsstream estimate` goes by where it has bare numbers.
+CODECS = {
+    "fp8, zstd": ("fp8", "zstd"),
+    **{f"bounded:{error}": (f"bounded:{error}", None) for error in BOUNDED},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,8 +118,20 @@ def stored(states: Path, head: torch.Tensor, tokens: int, hidden: int) -> dict[s
             with hs.ShardWriter(root, codec=codec, compression=compression, shard_bytes=1 << 40) as writer:
                 writer.write("sample", tensors)
             nbytes = sum(path.stat().st_size for path in Path(root).glob("*.tar"))
-        rows[name] = {"bytes": nbytes, "ratio": nbytes / bf16}
+            rows[name] = {"bytes": nbytes, "ratio": nbytes / bf16} | _of_each(root, made)
     return {"tokens": tokens, "hidden": hidden, "bf16_bytes": bf16, "presets": rows}
+
+
+def _of_each(root: str, made: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Bytes of bf16 of the captured layers and of the last state, in a data set of one sample."""
+    index = hs.ShardReader(root).index
+    schema, sizes = index.info.schema, index.table.sizes[0]
+    ratios = {}
+    for name in HIDDEN_STATES:
+        if (first := schema.first_member.get(name)) is not None:
+            count = schema.by_name[name].member_count
+            ratios[name] = int(sizes[first : first + count].sum()) / (2 * made[name].numel())
+    return ratios
 
 
 def real_table(found: dict[str, Any]) -> str:
@@ -140,12 +156,13 @@ def sample_table(found: dict[str, Any]) -> str:
         f"One sample of {found['tokens']:,} tokens x 4 x {found['hidden']:,} values, "
         f"{found['bf16_bytes'] / 1e9:.2f} GB of bf16 states:",
         "",
-        "| stored as | bytes, ids, masks and index included | of bf16 | for 1.17 GB of bf16 |",
-        "|---|---|---|---|",
+        "| stored as | bytes, ids, masks and index included | of bf16 | layers, last | for 1.17 GB of bf16 |",
+        "|---|---|---|---|---|",
     ]
     for name, row in found["presets"].items():
+        parts = ", ".join(f"{row[state]:.3f}" if state in row else "-" for state in HIDDEN_STATES)
         lines.append(
-            f"| {name} | {row['bytes'] / 1e6:,.1f} MB | {row['ratio']:.3f} "
+            f"| {name} | {row['bytes'] / 1e6:,.1f} MB | {row['ratio']:.3f} | {parts} "
             f"| {row['ratio'] * ASKED_BYTES / 1e6:,.0f} MB |"
         )
     return "\n".join([*lines, ""])

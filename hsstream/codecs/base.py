@@ -95,6 +95,8 @@ class Codec(ABC):
     default_compression: ClassVar[str]
     side_by_side: ClassVar[bool] = False
     """Whether the codes of V vectors are those of each alone, one after another, and nothing beside them."""
+    verbatim: ClassVar[bool] = False
+    """Whether the codes are the bytes of the values themselves, in their order."""
     repeats: ClassVar[bool] = False
     """Whether sequences of stored bytes come again, as in ids and masks: then matches are worth a search."""
 

@@ -39,6 +39,7 @@ class Raw(Codec):
     scaled = False
     default_compression = "lz4"
     side_by_side = True
+    verbatim = True
     repeats = True
 
     def params(self) -> dict[str, int | float | str]:
@@ -76,6 +77,7 @@ class Planes(Raw):
 
     name = "planes"
     default_compression = "zstd"
+    verbatim = False
     repeats = False
 
     def check(self, dtype: torch.dtype) -> None:

@@ -6,20 +6,30 @@ SampleError: numbers below 1.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
+from hsstream.codecs import parse_codec
 from hsstream.errors import SampleError
 from hsstream.estimate.result import Estimate, Rung
 from hsstream.presets import PRESETS
 
-#: Bytes of bf16 by codec, at 2,880 values a vector drawn from real states as tools/sizes.py does it:
-#: captured layers, last state.
+#: Bytes of bf16 at 2,880 values a vector, by tools/sizes.py: captured layers, last state.
 REFERENCE = {
     "planes": (0.688, 0.681),
     "fp8": (0.501, 0.501),
     "fp8, zstd": (0.428, 0.422),
-    "bounded:0.02": (0.334, 0.323),
-    "bounded:0.05": (0.251, 0.239),
-    "bounded:0.17": (0.143, 0.133),
-    "bounded:0.25": (0.111, 0.103),
+}
+#: The same of codec `bounded`, by its error; in between they are taken to be linear in its logarithm.
+BOUNDED = {
+    0.02: (0.334, 0.323),
+    0.05: (0.251, 0.239),
+    0.09: (0.2, 0.2),
+    0.17: (0.143, 0.133),
+    0.25: (0.111, 0.103),
+    0.35: (0.09, 0.09),
+    0.5: (0.07, 0.07),
 }
 #: Codecs shown beside the presets.
 CODECS = ("fp8, zstd", "bounded:0.05", "bounded:0.17", "bounded:0.25")
@@ -40,8 +50,18 @@ def from_numbers(hidden: int, vectors: int, tokens: int) -> Estimate:
     chosen = {**PRESETS, **{name: (name, name) for name in CODECS}}
     rungs = []
     for name, (aux, last) in chosen.items():
-        teacher = TOP_K_BYTES if name == "sparse" else vector * REFERENCE[last][1]
-        nbytes = vector * (vectors - 1) * REFERENCE[aux][0] + teacher + PLAIN_TOKEN_BYTES
+        teacher = TOP_K_BYTES if name == "sparse" else vector * _ratio(last, 1)
+        layers = sum(_ratio(aux, 0, layer, vectors - 1) for layer in range(vectors - 1))
+        nbytes = vector * layers + teacher + PLAIN_TOKEN_BYTES
         rungs.append(Rung(name, nbytes, nbytes / (vector * vectors)))
     basis = "reference ratios, measured on SmolLM2-135M"
     return Estimate(basis, tokens, vector * vectors, rungs)
+
+
+def _ratio(codec: str, column: int, layer: int = 0, layers: int = 1) -> float:
+    """Bytes of bf16 of one captured layer (column 0) or of the last state (1)."""
+    if codec in REFERENCE:
+        return REFERENCE[codec][column]
+    own = parse_codec(codec).of_layer(layer, layers).params()["error"]
+    ratios = [pair[column] for pair in BOUNDED.values()]
+    return float(np.interp(math.log(float(own)), np.log(list(BOUNDED)), ratios))

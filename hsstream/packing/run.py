@@ -189,7 +189,7 @@ class _Run:
         if known:
             self._ledger.known(file, prepared)
             return
-        writer.append(prepared)
+        writer.append(prepared, in_step=True)
         self._ledger.appended(file, item.key)
         self._unsealed += 1
         report = self._report

@@ -412,3 +412,45 @@ def test_a_small_record_does_not_wait_for_others(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert [path.name for path in tmp_path.glob("*.tar")] == ["hs-000000.tar"]
     writer.close()
+
+
+def test_in_step_gathered_records_are_appended_when_put_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(appender_module, "GATHERED_RECORDS", 2)
+    monkeypatch.setattr(appender_module, "GATHERED_SECONDS", GUARD)
+    appended: list[str] = []
+    append = appender_module.ShardBuilder.append
+
+    def spied(self: Any, record: Any, facts: SampleFacts) -> None:
+        append(self, record, facts)
+        appended.append(facts.key)
+
+    monkeypatch.setattr(appender_module.ShardBuilder, "append", spied)
+    appender = started(LocalStore(tmp_path))
+    seen = []
+    for number in range(5):
+        appender.put(*plain(f"s{number}"), in_step=True)
+        seen.append(len(appended))
+    appender.finish()
+    assert seen == [0, 2, 2, 4, 4]
+    assert list(readable(tmp_path)) == appended == [f"s{number}" for number in range(5)]
+
+
+def test_in_step_a_failure_comes_out_of_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(appender_module, "GATHERED_RECORDS", 1)
+
+    def broken(*_: Any) -> None:
+        raise StorageFullError("no room")
+
+    monkeypatch.setattr(appender_module.ShardBuilder, "append", broken)
+    appender = started(LocalStore(tmp_path))
+    appender.put(*plain("s0"), in_step=True)
+    with pytest.raises(StorageFullError, match="no room"):
+        appender.put(*plain("s1"), in_step=True)
+    with pytest.raises(StorageFullError, match="no room"):
+        appender.finish()

@@ -46,6 +46,18 @@ def test_what_does_not_compress_below_95_percent_is_stored_as_it_is(compression:
         assert packed == len(plain) or packed < WORTHWHILE * len(plain)
 
 
+def test_lz4_judges_codes_by_their_first_bytes() -> None:
+    noise = random.Random(2).randbytes(40_000)
+    assert store_block(noise, "lz4", repeats=False) is noise
+    zeros = noise[:20_000] + bytes(80_000)
+    assert store_block(zeros, "lz4", repeats=False) is zeros
+    assert len(store_block(zeros, "lz4")) < 25_000
+    plain = bytes(80_000) + noise
+    packed = bytes(store_block(plain, "lz4", repeats=False))
+    assert len(packed) < 45_000
+    assert load(packed, len(plain), "lz4") == plain
+
+
 def test_stored_blocks_are_what_the_format_says() -> None:
     assert lz4.block.decompress(bytes(store_block(TEXT, "lz4")), uncompressed_size=len(TEXT)) == TEXT
     frame = bytes(store_block(TEXT, "zstd"))
