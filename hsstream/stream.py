@@ -43,6 +43,8 @@ logger = logging.getLogger("hsstream")
 
 #: Samples above this are decoded by several threads at once, a tensor each.
 SPLIT_BYTES = 4 << 20
+#: Columns below this are small: ids and masks.
+SMALL_TOKEN_BYTES = 64
 #: The batch in the user's hands does not count; one is decoded while it is used, at least.
 LEAST_AHEAD = 2
 #: Decoded further ahead, batches leave the cache and take memory, and nothing is gained: decoding is steady.
@@ -147,12 +149,27 @@ class _Running:
 
     def submit(self, decoders: _Decoders, columns: Sequence[Column]) -> None:
         """A task for each sample, for each tensor of a large one, to be done when its bytes are here."""
-        parts = [self._columns_at_once(request, decoders.threads, columns) for request in self.job.requests]
-        self._parts = [len(each) for each in parts]
+        together, apart = self._together(columns)
+        parts = [self._columns_at_once(request, decoders.threads, apart) for request in self.job.requests]
+        self._parts = [len(each) + bool(together) for each in parts]
         self.open = sum(self._parts)
+        if together:
+            decoders.add(self.order, partial(_run_all, self, together))
         for number, each in enumerate(parts):
             todo = [partial(_run, self, number, some) for some in each]
             self.samples[number].when_here(partial(self._feed, decoders, number, todo))
+
+    def _together(self, columns: Sequence[Column]) -> tuple[list[Column], Sequence[Column]]:
+        """Small columns of mapped files, decoded for all samples by one task, and the others.
+
+        Headers and ids take the interpreter and few bytes. Between the states of two samples, which push
+        everything else out of the processor's caches, they would take twice as long.
+        """
+        requests = self.job.requests
+        small = [column for column in columns if _token_bytes(column) < SMALL_TOKEN_BYTES]
+        if len(requests) < 2 or len(small) == len(columns) or not all(r.store.local for r in requests):
+            return [], columns
+        return small, [column for column in columns if column not in small]
 
     @staticmethod
     def _columns_at_once(request: Request, threads: int, columns: Sequence[Column]) -> list[Sequence[Column]]:
@@ -265,8 +282,17 @@ def _has_room(running: deque[_Running], limit: int, nbytes: int) -> bool:
 
 
 def _batch_bytes(job: Job, columns: Sequence[Column]) -> int:
-    token = sum(math.prod(c.trailing) * (1 if c.quantized else c.dtype.itemsize) for c in columns)
-    return math.prod(job.shape) * token
+    return math.prod(job.shape) * sum(map(_token_bytes, columns))
+
+
+def _token_bytes(column: Column) -> int:
+    return math.prod(column.trailing) * (1 if column.quantized else column.dtype.itemsize)
+
+
+def _run_all(running: _Running, columns: Sequence[Column]) -> None:
+    """A task: some columns of all samples."""
+    for number in range(len(running.samples)):
+        _run(running, number, columns)
 
 
 def _run(running: _Running, number: int, columns: Sequence[Column]) -> None:
