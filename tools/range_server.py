@@ -17,6 +17,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
@@ -61,6 +62,15 @@ class RangeHandler(SimpleHTTPRequestHandler):
                 self.wfile.write(file.read(stop - start))
 
 
+class RangeServer(ThreadingHTTPServer):
+    """Serves side by side; clients that hang up, as ours do with reads they no longer want, are no error."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """All else is printed."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def _wanted(header: str | None, size: int) -> tuple[int, int, bool] | None:
     """(start, stop, whether it is a part) of a Range header; None when it cannot be had."""
     match = RANGE.fullmatch(header or "")
@@ -78,7 +88,7 @@ def _wanted(header: str | None, size: int) -> tuple[int, int, bool] | None:
 def serving(folder: Path) -> Iterator[str]:
     """The URL of `folder` while the block lasts."""
     handler = partial(RangeHandler, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with RangeServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -49,3 +50,29 @@ def test_the_batches_are_those_of_the_folder(tmp_path: Path) -> None:
     for here, there in zip(hs.HiddenStateDataset(root, batching), served, strict=True):
         assert here["keys"] == there["keys"]
         assert torch.equal(here["aux_hidden_states"], there["aux_hidden_states"])
+
+
+def test_a_client_that_hangs_up_is_not_worth_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "large").write_bytes(bytes(64 << 20))
+    with range_server.serving(tmp_path) as url:
+        host, port = urlsplit(url).netloc.split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"GET /large HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert client.recv(4).startswith(b"HTTP")
+            # Closed with bytes unread, which resets the connection while the server writes.
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"GET /none HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+            assert b"404" in client.recv(100)
+    assert capfd.readouterr().err == ""
+
+
+def test_other_errors_of_the_server_are_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with range_server.RangeServer(("127.0.0.1", 0), range_server.RangeHandler) as server:
+        for error, printed in ((BrokenPipeError("gone"), False), (ValueError("odd"), True)):
+            try:
+                raise error
+            except (OSError, ValueError):
+                server.handle_error(None, ("127.0.0.1", 1))
+            assert (str(error) in capfd.readouterr().err) == printed
