@@ -23,6 +23,8 @@ from hsstream.errors import SampleError
 #: Biased exponent of the first power-of-two scale with which the code of 256 overflows the dtype.
 TOP_EXPONENT = {torch.float16: 127 + 8, torch.bfloat16: 127 + 120, torch.float32: 127 + 120}
 
+#: Values that `_decode_words` takes at once: its words stay in the cache, and calls are few.
+WORDS_STEP = 1 << 17
 #: Bits of the bfloat16 of k * 2^-9, the value of the denormal code k, less those of 2^-7.
 DENORMAL = np.array([0, -256, -128, -64, 0, 32, 64, 96], np.int16)
 
@@ -146,7 +148,7 @@ def _decode_words(codes: NDArray[np.uint8], bases: NDArray[np.int16], out: NDArr
     By NumPy, whose 16-bit integers are faster than torch's products of bfloat16. The bits of a normal code,
     moved up by 4, are those of its bfloat16 but for the exponent's bias; the others are put right one by one.
     """
-    step = max(1, backend.CPU_STEP // codes[0].size)
+    step = max(1, WORDS_STEP // codes[0].size)
     memory = np.empty((step, *codes.shape[1:]), np.int16)
     for start in range(0, len(codes), step):
         part = slice(start, start + step)
