@@ -171,6 +171,15 @@ class Study:
         batching = hs.Batching(max_tokens=self.size.batch_tokens, pad_to=64)
         return hs.HiddenStateDataset(root, batching, order=hs.Order(seed=seed), select=keys)
 
+    def trained(self, rung: str, seed: int) -> tuple[draft_head.DraftHead, int]:
+        """A head trained on a rung, and its steps."""
+        training = self.batches(rung, "train", seed)
+        head = draft_head.DraftHead(self.target(), layers=3, seed=seed)
+        total = sum(_steps(training, epoch) for epoch in range(self.size.epochs))
+        loss = draft_head.loss_of if Rung.parse(rung).top_k is None else sparse_loss
+        draft_head.train(head, _epochs(training, self.size.epochs), total, loss=loss)
+        return head, total
+
     def score(self, rung: str, seed: int) -> dict[str, Any]:
         """Train one head on a rung and judge it on exact states; kept in the cache."""
         done = self.folder / f"score-{self.root(rung).name}-{seed}.json"
@@ -178,11 +187,7 @@ class Study:
             found: dict[str, Any] = json.loads(done.read_text())
             return found
         started = time.monotonic()
-        training = self.batches(rung, "train", seed)
-        head = draft_head.DraftHead(self.target(), layers=3, seed=seed)
-        total = sum(_steps(training, epoch) for epoch in range(self.size.epochs))
-        loss = draft_head.loss_of if Rung.parse(rung).top_k is None else sparse_loss
-        draft_head.train(head, _epochs(training, self.size.epochs), total, loss=loss)
+        head, total = self.trained(rung, seed)
         score = asdict(draft_head.evaluate(head, self.batches(EXACT, "heldout", seed=0)))
         score |= {"seconds": time.monotonic() - started, "steps": total}
         done.write_text(json.dumps(score))
@@ -199,13 +204,11 @@ class Study:
         for seed in range(self.seeds):
             for rung in rungs:
                 scores[rung].append(self.score(rung, seed))
-        exact = [score["accepted"] for score in scores[EXACT]]
         judged = {rung: Rung.parse(rung).judged for rung in rungs}
         found = from_samples(self._heldout(), lm_head=self.head, codecs=list(judged.values())).rungs
         measured = {r.name: r for r in found}
         rows = []
         for rung in rungs:
-            accepted = [score["accepted"] for score in scores[rung]]
             known = measured.get(rung) or measured.get(str(judged[rung]))
             exact_last = known is not None and Rung.parse(rung).top_k is None
             narrow, wide = stored_ratios(self.root(rung), WIDE)
@@ -217,9 +220,11 @@ class Study:
                     "errors": known.errors if known else None,
                     "kl": known.kl if known and exact_last else None,
                     "top1": known.top1 if known and exact_last else None,
-                    "accepted": accepted,
                     "agreement": [statistics.fmean(step) for step in _columns(scores[rung])],
-                    **_difference(accepted, exact),
+                    **{
+                        what: _compared([s[what] for s in scores[rung]], [s[what] for s in scores[EXACT]])
+                        for what in ("accepted", "loss")
+                    },
                 }
             )
         return {"size": asdict(self.size), "seeds": self.seeds, **machine(), "rungs": rows}
@@ -256,14 +261,15 @@ def _columns(scores: list[dict[str, Any]]) -> list[tuple[float, ...]]:
     return list(zip(*(score["agreement"] for score in scores), strict=True))
 
 
-def _difference(accepted: list[float], exact: list[float]) -> dict[str, Any]:
-    """Mean difference to exact states, paired by seed, with its 95 % interval (Student's t)."""
-    pairs = [a - b for a, b in zip(accepted, exact, strict=True)]
-    mean = statistics.fmean(pairs)
-    if len(pairs) < 2:
-        return {"difference": mean, "interval": None}
-    half = STUDENT[min(len(pairs) - 1, max(STUDENT))] * statistics.stdev(pairs) / math.sqrt(len(pairs))
-    return {"difference": mean, "interval": [mean - half, mean + half]}
+def _compared(found: list[float], exact: list[float]) -> dict[str, Any]:
+    """A figure by seed, its mean difference to exact states, paired by seed, and the 95 % interval of that
+    (Student's t; None for one seed)."""
+    pairs = [a - b for a, b in zip(found, exact, strict=True)]
+    mean, interval = statistics.fmean(pairs), None
+    if len(pairs) > 1:
+        half = STUDENT[min(len(pairs) - 1, max(STUDENT))] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+        interval = [mean - half, mean + half]
+    return {"by_seed": found, "difference": mean, "interval": interval}
 
 
 def sparse_loss(head: draft_head.DraftHead, batch: draft_head.Batch, steps: int) -> Tensor:
@@ -302,25 +308,28 @@ def machine() -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """The report for people, in Markdown."""
     lines = [
-        f"| states stored as | bytes of bf16 (at {WIDE:,} values) | error aux / last | KL, top-1 of teacher "
-        "| accepted length | difference, 95 % |",
-        "|---|---|---|---|---|---|",
+        f"| states stored as | bytes of bf16 (at {WIDE:,} values) | error of each layer; last "
+        "| KL, top-1 of teacher | accepted length | difference, 95 % | loss, difference, 95 % |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in report["rungs"]:
         errors = row["errors"] or {}
         aux = [value for name, value in errors.items() if name.startswith("aux")]
-        error = f"{statistics.fmean(aux):.3f}" if aux else "-"
+        error = " ".join(f"{value:.3f}" for value in aux) or "-"
         exact_last = row["kl"] is not None and "last_hidden_state" in errors
         last = f"{errors['last_hidden_state']:.3f}" if exact_last else "-"
         teacher = "-" if row["kl"] is None else f"{row['kl']:.4f}, {100 * row['top1']:.1f} %"
         ratio = f"{row['bytes_of_bf16']:.3f} ({row['bytes_of_bf16_wide']:.3f})"
-        accepted = statistics.fmean(row["accepted"])
-        interval = "" if not row["interval"] else " ({:+.3f} to {:+.3f})".format(*row["interval"])
-        change = "-" if row["rung"] == EXACT else f"{row['difference']:+.3f}{interval}"
-        lines.append(
-            f"| {row['rung']} | {ratio} | {error} / {last} | {teacher} | {accepted:.3f} | {change} |"
-        )
+        accepted = statistics.fmean(row["accepted"]["by_seed"])
+        changes = [_change(row[what]) if row["rung"] != EXACT else "-" for what in ("accepted", "loss")]
+        cells = (row["rung"], ratio, f"{error}; {last}", teacher, f"{accepted:.4f}", *changes)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _change(compared: dict[str, Any]) -> str:
+    interval = "" if not compared["interval"] else " ({:+.4f} to {:+.4f})".format(*compared["interval"])
+    return f"{compared['difference']:+.4f}{interval}"
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -330,7 +339,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for row in report["rungs"]:
-        axes.plot([row["bytes_of_bf16_wide"]] * len(row["accepted"]), row["accepted"], "o", label=row["rung"])
+        accepted = row["accepted"]["by_seed"]
+        axes.plot([row["bytes_of_bf16_wide"]] * len(accepted), accepted, "o", label=row["rung"])
     axes.set_xlabel(f"bytes of bf16 at {WIDE:,} values a vector")
     axes.set_ylabel("mean accepted length")
     axes.legend()
