@@ -150,6 +150,8 @@ def choose_columns(
     on_device: bool,
 ) -> list[Column]:
     """What to deliver of a data set's tensors; SampleError naming an unknown tensor or layer."""
+    if isinstance(tensors, str):
+        raise SampleError(f"tensors is a list of names, found the text {tensors!r}")
     wanted = list(schema.by_name) if tensors is None else list(tensors)
     unknown = sorted(set(wanted) - set(schema.by_name))
     if unknown or not wanted:

@@ -51,7 +51,8 @@ class HiddenStateDataset(IterableDataset[Batch]):
             takes another quarter each epoch, 3 takes each sample three times.
         batching: shapes of the micro-batches.
         order: their sequence; by default shuffled with seed 0.
-        select: a list of keys, a range of sample numbers, or ("split", "train" | "val", fraction).
+        select: a list of keys, a range of sample numbers, or ("split", "train" | "val", fraction), where the
+            fraction is that of the training part in both.
         tensors: names to deliver; None: all.
         layers: places on the layer axis of `aux_hidden_states` to read and deliver; None: all.
         dtype: of delivered hidden states; ids come as int64, masks as bool, the rest as stored.
@@ -357,6 +358,8 @@ def _checked_shard(
 ) -> tuple[int, int, int] | None:
     if token_shard is None:
         return None
+    if len(token_shard) != 3:
+        raise ValueError(f"token_shard is (i, n, overlap), got {token_shard}")
     part, parts, overlap = token_shard
     if not 0 <= part < parts or overlap < 0:
         raise ValueError(f"token_shard is (i, n, overlap) with 0 <= i < n, got {token_shard}")

@@ -1,13 +1,15 @@
 """Presets: codecs chosen together, by what they are for. The figures are in README and DESIGN.md.
 
 In: the `codec` argument of a writer: a preset, a codec, or a map by tensor name. Out: the codec of each
-tensor. Refused: what `parse_codec` refuses.
+tensor. Refused: what `parse_codec` refuses, with the presets beside the codecs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hsstream.codecs import parse_codec
+from hsstream.errors import SampleError
 from hsstream.sample import HIDDEN_STATES
 
 #: Preset -> codec of `aux_hidden_states`, codec of `last_hidden_state`. `sparse` stores no last hidden
@@ -20,6 +22,17 @@ PRESETS: dict[str, tuple[str, str]] = {
     "small": ("bounded:0.5..0.16", "bounded:0.05"),
     "sparse": ("bounded:0.5..0.12", "bounded:0.05"),
 }
+
+
+def check_codec(codec: str | Mapping[str, str]) -> None:
+    """Refuse names that are neither a preset nor a codec (SampleError), before there is a tensor to store."""
+    for name in codec.values() if isinstance(codec, Mapping) else (codec,):
+        if name in PRESETS:
+            continue
+        try:
+            parse_codec(name)
+        except SampleError as error:
+            raise SampleError(f"{error}, or a preset: {', '.join(PRESETS)}") from None
 
 
 def codec_for(name: str, codec: str | Mapping[str, str]) -> str:

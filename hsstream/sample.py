@@ -326,7 +326,7 @@ def _check_scalar(value: Any, where: str) -> None:
             raise SampleError(f"{where} holds an integer of more than 64 bits")
     elif not isinstance(value, (bytes, bool, float, type(None))):
         raise SampleError(
-            f"{where} is a {type(value).__name__}; metadata holds str, bytes, numbers, lists, dicts"
+            f"{where} is of type {type(value).__name__}; metadata holds str, bytes, numbers, lists, dicts"
         )
 
 

@@ -23,6 +23,7 @@ from hsstream.presets import codec_for
 from hsstream.sample import (
     DTYPE_NAMES,
     DTYPES,
+    HIDDEN_STATES,
     NAME_PATTERN,
     ModelInfo,
     Sample,
@@ -186,6 +187,29 @@ class Schema:
                     f"{name} is {_describe(value.dtype, value.shape[1:])}, "
                     f"the first sample's was {_describe(spec.dtype, spec.trailing)}"
                 )
+
+    def require_codecs(self, codec: str | Mapping[str, str], url: str) -> None:
+        """Refuse a writer that chose other codecs, before it has a sample (SchemaMismatchError)."""
+        for spec in self.tensors:
+            wanted = parse_codec(codec_for(spec.name, codec))
+            if (wanted.name, wanted.params()) != (spec.codec.name, spec.codec.params()):
+                raise SchemaMismatchError(
+                    f"{url} stores {spec.name} as {spec.codec.text}, asked for is {wanted.text}: "
+                    "use the codec it was begun with, or another root"
+                )
+
+    def check_facts(self, model: ModelInfo | None) -> None:
+        """Refuse model facts that these tensors contradict (SampleError)."""
+        model = model or ModelInfo()
+        for spec in self.tensors:
+            ids = model.aux_layer_ids if spec.name == "aux_hidden_states" else None
+            if ids is not None and spec.layers != len(ids):
+                raise SampleError(
+                    f"{spec.name} has {spec.layers} layers, model.aux_layer_ids names {len(ids)}"
+                )
+            hidden = model.hidden_size if spec.name in HIDDEN_STATES else None
+            if hidden is not None and spec.trailing[-1] != hidden:
+                raise SampleError(f"{spec.name} is {spec.trailing[-1]} wide, model.hidden_size is {hidden}")
 
     def require_same(self, other: Schema) -> None:
         """Raise SchemaMismatchError naming the first tensor and field that differ."""

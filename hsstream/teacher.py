@@ -39,8 +39,10 @@ class TopKTeacher:
     keep_last: bool = False
 
     def __post_init__(self) -> None:
-        if self.lm_head.ndim != 2:
-            raise SampleError(f"lm_head must be [V, H], got {list(self.lm_head.shape)}")
+        if not isinstance(self.lm_head, torch.Tensor) or self.lm_head.ndim != 2:
+            found = getattr(self.lm_head, "shape", None)
+            what = type(self.lm_head).__name__ if found is None else list(found)
+            raise SampleError(f"lm_head must be a tensor [V, H], got {what}")
         vocabulary = self.lm_head.shape[0] if self.d2t is None else self.d2t.numel()
         if not 1 <= self.k <= vocabulary:
             raise SampleError(f"k must be 1 to {vocabulary}, the size of the vocabulary, got {self.k}")

@@ -148,7 +148,7 @@ def build_map(counts: NDArray[np.int64], size: int = DRAFT_VOCABULARY) -> VocabM
     """
     if not 1 <= size <= len(counts):
         raise SampleError(
-            f"a draft vocabulary has 1 to {len(counts)} tokens (the target's), asked for {size}"
+            f"a draft vocabulary has 1 to {len(counts)} tokens (the target's), asked for {size} (--size)"
         )
     chosen = np.argsort(-counts, kind="stable")[:size]
     return VocabMap.of_ids(torch.from_numpy(np.sort(chosen)), len(counts))

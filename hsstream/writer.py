@@ -28,6 +28,7 @@ from hsstream.errors import HsStreamError, NonFiniteError, SampleError, located
 from hsstream.header import pack, unpack
 from hsstream.index import combine
 from hsstream.manifest import commit_all, read_shard_indexes
+from hsstream.presets import check_codec
 from hsstream.runs import reachable_runs
 from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of
@@ -86,7 +87,8 @@ class ShardWriter:
 
     Raises:
         StorageError: root not writable, or another writer of this name is open.
-        SchemaMismatchError: the data set there was captured from another model.
+        SchemaMismatchError: the data set there was captured from another model, or is stored by other codecs.
+        SampleError: `codec` names neither a preset nor a codec.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class ShardWriter:
                 "ttt_length": ttt_length,
             },
         )
+        check_codec(codec)
         self._codec, self._compression, self._teacher = codec, compression, teacher
         self._model = _plain_model(_with_draft_vocabulary(model, teacher))
         self._name, self._threads, self._commit = name, threads, commit
@@ -138,6 +141,8 @@ class ShardWriter:
             self._known, self._info = _existing(self._store)
             if self._info is not None and self._model is not None:
                 (self._info.model or ModelInfo()).require_same(self._model)
+            if self._info is not None:
+                self._info.schema.require_codecs(codec, self._store.url)
             self._keys = {key for index in self._known.values() for key in index.table.keys}
             self._next_number = _next_number(self._known, name)
             self._stack = stack.pop_all()
@@ -312,6 +317,7 @@ class ShardWriter:
             return self._info
         schema = schema_of(sample, self._codec, self._compression)
         if self._info is None:
+            schema.check_facts(self._model)
             return DatasetInfo(schema, self._model, self._last_rows, self._ttt_length)
         model = self._model or self._info.model
         self._info.require_same(DatasetInfo(schema, model, self._last_rows, self._ttt_length))

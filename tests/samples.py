@@ -7,6 +7,7 @@ set of them, `bits(tensor)` what "equal" means: dtype, shape and every bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def write_root(
     """A committed data set: `made` by key, or samples s0, s1, ... of these lengths; `shape` for `tensors`."""
     if made is None:
         made = {f"s{n}": tensors(tokens, seed=n, **(shape or {})) for n, tokens in enumerate(lengths)}
-    with ShardWriter(root, **({"model": MODEL} | writer)) as out:
+    widths = [each["last_hidden_state"].shape[-1] for each in made.values() if "last_hidden_state" in each]
+    model = replace(MODEL, hidden_size=widths[0] if widths else MODEL.hidden_size)
+    with ShardWriter(root, **({"model": model} | writer)) as out:
         for number, (key, sample) in enumerate(made.items()):
             out.write(key, sample, meta={"number": number})
     return root

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained draft head: installs into .venv, then runs tools/demo.py.
 #   tools/demo.sh           54,000 tokens of real text, a few minutes
-#   tools/demo.sh --quick   10,000 tokens, under 90 seconds after the installation
+#   tools/demo.sh --quick   10,000 tokens, about 90 seconds after the installation
 #   tools/demo.sh --fresh   forget what earlier runs left in .cache/demo
 # Needs Python 3.10 or later and a package registry; no account, no model hub.
 set -euo pipefail

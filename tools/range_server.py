@@ -65,6 +65,9 @@ class RangeHandler(SimpleHTTPRequestHandler):
 class RangeServer(ThreadingHTTPServer):
     """Serves side by side; clients that hang up, as ours do with reads they no longer want, are no error."""
 
+    #: Connections that may wait: a client that opens many at once is not sent away for a second.
+    request_queue_size = 128
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """All else is printed."""
         if not isinstance(sys.exc_info()[1], ConnectionError):

@@ -113,4 +113,7 @@ def codec(text: str) -> str | dict[str, str]:
     if "=" not in text:
         return text
     pairs = [part.partition("=") for part in text.split(",")]
-    return {_SHORT.get(name, name): chosen for name, _, chosen in pairs}
+    found = {_SHORT.get(name, name): chosen for name, _, chosen in pairs}
+    if len(found) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} names a tensor twice")
+    return found

@@ -100,7 +100,7 @@ def _estimate(args: argparse.Namespace) -> Estimate:
         return _from_path(args)
     if args.hidden is None or args.tokens is None:
         raise HsStreamError("give a PATH, --model and --text, or --hidden and --tokens")
-    return from_numbers(args.hidden, args.vectors, args.tokens)
+    return from_numbers(args.hidden, args.vectors, args.tokens, args.codec)
 
 
 def _from_model(args: argparse.Namespace) -> Estimate:
@@ -119,8 +119,9 @@ def _from_path(args: argparse.Namespace) -> Estimate:
         drawn = draw_root(args.root, storage_options(args))
     else:
         drawn = draw_source(args.root, args.format, options)
-    unread = f"; {count(drawn.bad)} could not be read" if drawn.bad else ""
-    return _measured(args, drawn, _teacher(args, drawn), unread)
+    notes = [f"; {count(drawn.bad)} could not be read"] if drawn.bad else []
+    notes += [f"; stored as {drawn.lossy}, whose own errors are not counted"] if drawn.lossy else []
+    return _measured(args, drawn, _teacher(args, drawn), "".join(notes))
 
 
 def _teacher(args: argparse.Namespace, drawn: Drawn) -> Teacher | None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hsstream.catalog import Source
 from hsstream.cli.arguments import Commands, new_command, open_root
 from hsstream.cli.output import count, counted, echo, echo_json, fact, percent, ratio, size, table
+from hsstream.codecs import codec_from_header
 from hsstream.header import FORMAT_VERSION
 from hsstream.index import DatasetIndex
 from hsstream.manifest import MANIFEST
@@ -165,8 +166,7 @@ def _sizes(facts: dict[str, Any]) -> str:
     rows = []
     for entry in facts["tensors"]:
         shape = "x".join(map(str, ["S", *entry["shape"]]))
-        params = ",".join(f"{value:g}" for value in _numbers(entry["params"]))
-        codec = f"{entry['codec']}{':' + params if params else ''} {entry['compression']}"
+        codec = f"{codec_from_header(entry['codec'], entry['params']).text} {entry['compression']}"
         rows.append([entry["name"], entry["dtype"], shape, codec, *_cells(entry)])
     if facts["hidden_states"]["plain_bytes"]:
         rows.append(["hidden states", "", "", "", *_cells(facts["hidden_states"])])
@@ -174,10 +174,6 @@ def _sizes(facts: dict[str, Any]) -> str:
     return table(["tensor", "dtype", "shape", "codec", "stored", "plain *", "ratio"], rows, left=4) + (
         "\n* floats as bfloat16, others in their own dtype"
     )
-
-
-def _numbers(params: dict[str, Any]) -> list[float]:
-    return [value for value in params.values() if isinstance(value, (int, float))]
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:

@@ -28,13 +28,15 @@ _GOLDEN = 0.6180339887498949
 @dataclass
 class Drawn:
     """Some samples of many. tokens: of all of them, counted or projected; norm: `pre` or `post`, how last
-    hidden states were captured, None where nothing says so; bad: samples looked at that cannot be read."""
+    hidden states were captured, None where nothing says so; bad: samples looked at that cannot be read;
+    lossy: the codecs they were stored by, where those are not exact."""
 
     samples: list[Sample] = field(default_factory=list)
     tokens: int = 0
     mean_tokens: float = 0.0
     norm: str | None = None
     bad: int = 0
+    lossy: str = ""
 
     @property
     def enough(self) -> bool:
@@ -59,9 +61,11 @@ def spread(count: int, most: int) -> list[int]:
 def draw_root(root: str, storage_options: dict[str, Any] | None = None) -> Drawn:
     """Samples of a data set."""
     reader = ShardReader(root, storage_options)
-    lengths, model = reader.lengths(), reader.index.info.model
+    lengths, info = reader.lengths(), reader.index.info
     drawn = Drawn(tokens=sum(lengths), mean_tokens=sum(lengths) / max(1, len(lengths)))
-    drawn.norm = None if model is None else model.last_hidden_norm
+    drawn.norm = None if info.model is None else info.model.last_hidden_norm
+    states = [spec for spec in info.schema.tensors if spec.name in HIDDEN_STATES]
+    drawn.lossy = ", ".join(dict.fromkeys(spec.codec.text for spec in states if spec.codec.scaled))
     for number in spread(len(lengths), MOST_SAMPLES):
         drawn.samples.append(reader.read(number, tokens=slice(0, CROP)))
         if drawn.enough:

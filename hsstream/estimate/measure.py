@@ -17,9 +17,9 @@ from hsstream.decoding import read_tensor
 from hsstream.encoding import Record, encode, seal
 from hsstream.errors import SampleError
 from hsstream.estimate.draw import ENOUGH_TOKENS
-from hsstream.estimate.numbers import CODECS, TOP_K
+from hsstream.estimate.numbers import CODECS, TOP_K, shown
 from hsstream.estimate.result import Estimate, Rung
-from hsstream.presets import PRESETS, codec_for
+from hsstream.presets import PRESETS, check_codec, codec_for
 from hsstream.sample import HIDDEN_STATES, Sample
 from hsstream.schema import schema_of
 from hsstream.table import TAR_BLOCK
@@ -71,14 +71,10 @@ def cases_for(codecs: Iterable[str | Mapping[str, str]] = ()) -> list[Case]:
         codec, _, compression = name.partition(", ")
         found.append(Case(name, codec, compression or None))
     for own in codecs:
-        shown = own if isinstance(own, str) else ",".join(f"{_short(n)}={c}" for n, c in own.items())
-        if all(shown != case.name for case in found):
-            found.append(Case(shown, own))
+        check_codec(own)
+        if all(shown(own) != case.name for case in found):
+            found.append(Case(shown(own), own))
     return found
-
-
-def _short(name: str) -> str:
-    return name.removesuffix("_hidden_states").removesuffix("_hidden_state")
 
 
 def from_samples(

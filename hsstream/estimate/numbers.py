@@ -7,16 +7,19 @@ SampleError: numbers below 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from hsstream.codecs import parse_codec
 from hsstream.errors import SampleError
 from hsstream.estimate.result import Estimate, Rung
-from hsstream.presets import PRESETS
+from hsstream.presets import PRESETS, check_codec, codec_for
+from hsstream.sample import HIDDEN_STATES
 
 #: Bytes of bf16 at 2,880 values a vector, by tools/sizes.py: captured layers, last state.
 REFERENCE = {
+    "raw": (1.0, 1.0),
     "planes": (0.683, 0.677),
     "fp8": (0.501, 0.501),
     "fp8, zstd": (0.428, 0.422),
@@ -39,15 +42,22 @@ PLAIN_TOKEN_BYTES = 5.0
 TOP_K_BYTES = 220.0
 
 
-def from_numbers(hidden: int, vectors: int, tokens: int) -> Estimate:
+def from_numbers(
+    hidden: int, vectors: int, tokens: int, codecs: Iterable[str | Mapping[str, str]] = ()
+) -> Estimate:
     """An estimate from bare numbers, by the ratios of real states of another model.
 
-    hidden: values of a vector; vectors: captured layers and the last state together, a token.
+    hidden: values of a vector; vectors: captured layers and the last state together, a token. codecs: shown
+    beside the presets.
     """
     if min(hidden, vectors, tokens) < 1:
         raise SampleError(f"hidden, vectors and tokens must be positive, got {hidden}, {vectors}, {tokens}")
     vector = 2.0 * hidden
     chosen = {**PRESETS, **{name: (name, name) for name in CODECS}}
+    for own in codecs:
+        check_codec(own)
+        aux, last = (codec_for(name, own) for name in HIDDEN_STATES)
+        chosen.setdefault(shown(own), (aux, last))
     rungs = []
     for name, (aux, last) in chosen.items():
         teacher = TOP_K_BYTES if name == "sparse" else vector * _ratio(last, 1)
@@ -56,6 +66,13 @@ def from_numbers(hidden: int, vectors: int, tokens: int) -> Estimate:
         rungs.append(Rung(name, nbytes, nbytes / (vector * vectors)))
     basis = "reference ratios, measured on SmolLM2-135M"
     return Estimate(basis, tokens, vector * vectors, rungs)
+
+
+def shown(codec: str | Mapping[str, str]) -> str:
+    """A codec as the command line takes it."""
+    if isinstance(codec, str):
+        return codec
+    return ",".join(f"{name.partition('_hidden_state')[0]}={chosen}" for name, chosen in codec.items())
 
 
 def _ratio(codec: str, column: int, layer: int = 0, layers: int = 1) -> float:

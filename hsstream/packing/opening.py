@@ -1,8 +1,7 @@
 """Both ends of a run, opened: the source, and the writer of the data set.
 
-In: a `Job`. Out: a `Source`; a `ShardWriter`. Refused: a source in which nothing is found (SampleError),
-another codec than that of the data set at the root (SchemaMismatchError), a teacher that has no states to
-judge by (SampleError).
+In: a `Job`. Out: a `Source`; a `ShardWriter`. Refused: a source in which nothing is found, an unknown codec,
+a teacher that has no states to judge by (SampleError); what the writer refuses.
 """
 
 from __future__ import annotations
@@ -11,14 +10,20 @@ import math
 import threading
 import time
 
-from hsstream.codecs import parse_codec
-from hsstream.errors import SampleError, SchemaMismatchError
+from hsstream.errors import SampleError
 from hsstream.packing.job import Job
-from hsstream.presets import codec_for
+from hsstream.presets import check_codec
 from hsstream.sample import ModelInfo
 from hsstream.sources.base import Source
 from hsstream.sources.detect import EmptySourceError, UnreadableSourceError, open_source
 from hsstream.writer import ShardWriter
+
+
+def check_job(job: Job) -> None:
+    """Refuse what is wrong whatever the files hold."""
+    check_codec(job.codec)
+    if job.teacher is None and job.codec == "sparse":
+        raise SampleError("codec sparse keeps the largest logits: give --teacher, the model's folder")
 
 
 def open_job_source(job: Job, stop: threading.Event) -> Source | None:
@@ -39,8 +44,6 @@ def open_writer(job: Job, model: ModelInfo | None) -> ShardWriter:
     teacher = job.teacher
     if teacher is not None and model is not None and model.last_hidden_norm != "post":
         raise SampleError("a teacher needs last hidden states after the final norm: give --to-post-norm too")
-    if teacher is None and job.codec == "sparse":
-        raise SampleError("codec sparse keeps the largest logits: give --teacher, the model's folder")
     return ShardWriter(
         job.root,
         codec=job.codec,
@@ -53,17 +56,3 @@ def open_writer(job: Job, model: ModelInfo | None) -> ShardWriter:
         commit=job.commit,
         teacher=teacher,
     )
-
-
-def check_codecs(writer: ShardWriter, job: Job) -> None:
-    """Refuse at once what the writer would refuse for every file: another codec than the data set's."""
-    if writer.info is None:
-        return
-    for spec in writer.info.schema.tensors:
-        wanted = parse_codec(codec_for(spec.name, job.codec))
-        if (wanted.name, wanted.params()) != (spec.codec.name, spec.codec.params()):
-            found = f"{spec.codec.name} {spec.codec.params() or ''}".strip()
-            raise SchemaMismatchError(
-                f"{job.root} stores {spec.name} as {found}, asked for is {codec_for(spec.name, job.codec)}: "
-                "give the --codec it was begun with, or another root"
-            )

@@ -14,6 +14,7 @@ from hsstream.encoding import encode, seal
 from hsstream.errors import HsStreamError, SampleError
 from hsstream.packing.convert import Converter
 from hsstream.packing.job import Job
+from hsstream.packing.opening import check_job
 from hsstream.sample import DTYPE_NAMES, HIDDEN_STATES, prepare_sample
 from hsstream.schema import schema_of
 from hsstream.sources.base import Item, SourceFile
@@ -71,6 +72,7 @@ class _Sums:
 
 def project(job: Job, store: Store | None = None) -> Projection:
     """Read some samples, encode them, and scale up by bytes."""
+    check_job(job)
     # Masks weigh next to nothing: the data set they lie in is not asked for here.
     options = replace(job.options, all_supervised=True)
     source = open_source(job.source, job.format, options)

@@ -25,7 +25,7 @@ from hsstream.packing.convert import Converter
 from hsstream.packing.feed import Watch
 from hsstream.packing.job import Bad, Follow, Job, Progress, Report
 from hsstream.packing.ledger import Ledger
-from hsstream.packing.opening import check_codecs, open_job_source, open_writer
+from hsstream.packing.opening import check_job, open_job_source, open_writer
 from hsstream.sample import ModelInfo
 from hsstream.sources.base import Item, Source, SourceFile
 from hsstream.sources.detect import EmptySourceError
@@ -43,6 +43,7 @@ def pack(job: Job, progress: Progress | None = None, stop: threading.Event | Non
 
     progress: called with the bytes of source files done and in all.
     """
+    check_job(job)
     store = open_store(job.root, job.storage_options)
     stop = stop or threading.Event()
     try:
@@ -124,7 +125,6 @@ class _Run:
         return any(name.endswith(".tar") for name in self._store.names())
 
     def _pack(self, writer: ShardWriter, model: ModelInfo | None) -> None:
-        check_codecs(writer, self._job)
         model = model or (writer.info.model if writer.info else None)
         self._norm = model.last_hidden_norm if model else None
         self._ledger = Ledger(writer, self._store, self._job.delete_source, self._note, self._watch.gone)

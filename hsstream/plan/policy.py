@@ -133,7 +133,8 @@ class Batching:
         over = np.flatnonzero(tokens > limit[0])
         raise SampleError(
             f"{over.size} of {tokens.size} samples are longer than {limit[1]}={limit[0]}, the first is "
-            f"number {over[0]} with {tokens[over[0]]} tokens: raise the limit or set overlong='truncate'"
+            f"number {over[0]} with {tokens[over[0]]} tokens: raise the limit or set "
+            "overlong='truncate' (--truncate)"
         )
 
     def padded(self, lengths: Lengths) -> IntArray:

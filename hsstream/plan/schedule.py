@@ -37,7 +37,7 @@ def steps(n_batches: int, consumed: int, world: int, tail: str) -> int:
     if count == 0 and consumed == 0:
         raise ValueError(
             f"an epoch of {n_batches} micro-batches has no step for {world} ranks with tail={tail!r}: "
-            "use smaller batches, fewer ranks or, if there are any samples, tail='repeat'"
+            "use smaller batches, fewer ranks or, if there are any samples, tail='repeat' (--tail repeat)"
         )
     return count
 

@@ -114,7 +114,7 @@ def test_roots_with_other_tensors_are_refused_with_their_names(tmp_path: Path) -
 def test_roots_of_another_model_are_refused_with_the_field(tmp_path: Path, field: str) -> None:
     other: dict[str, Any] = {
         "name": "other",
-        "hidden_size": 99,
+        "hidden_size": None,
         "vocab_size": 7,
         "aux_layer_ids": (1, 2),
         "layer_id_convention": "layer_output_0based",

@@ -206,6 +206,7 @@ def test_only_the_tensors_and_layers_asked_for_are_delivered(root: Path) -> None
     ("options", "message"),
     [
         ({"tensors": ["hidden"]}, "no such tensors: hidden"),
+        ({"tensors": "input_ids"}, "list of names, found the text"),
         ({"layers": [2]}, "has the layers 0 to 1"),
         ({"select": []}, "no sample is left of 20"),
         ({"select": ["s0000", "nobody"]}, "'nobody'"),
@@ -227,6 +228,7 @@ def test_what_the_data_set_does_not_have_is_refused(root: Path, options: Any, me
         ({"rank": 0}, "give both rank and world_size"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2 is out of range"),
         ({"token_shard": (2, 2, 0)}, "token_shard is"),
+        ({"token_shard": (0, 2)}, "token_shard is"),
         ({"token_shard": (0, 2, -1)}, "token_shard is"),
         ({"token_shard": (0, 3, 0)}, "a multiple of 3"),
         ({"tensors": ["input_ids"], "order": hs.Order(tail="mask")}, "tail='mask' needs loss_mask"),

@@ -46,6 +46,16 @@ def test_bare_numbers_know_that_layers_have_errors_of_their_own() -> None:
     assert ratios[2] == pytest.approx(0.167, abs=0.002)
 
 
+def test_bare_numbers_know_the_callers_own_codecs() -> None:
+    own = ["bounded:0.3..0.1", "raw", {"aux_hidden_states": "fp8", "last_hidden_state": "raw"}]
+    ratios = {rung.name: rung.ratio for rung in from_numbers(2880, 4, 1000, own).rungs}
+    assert ratios["bounded:0.25"] < ratios["bounded:0.3..0.1"] < ratios["bounded:0.05"]
+    assert ratios["raw"] == pytest.approx(1, abs=0.001)
+    assert ratios["aux=fp8,last=raw"] == pytest.approx(0.626, abs=0.002)
+    with pytest.raises(SampleError, match="or a preset"):
+        from_numbers(2880, 4, 1000, ["bogus"])
+
+
 def test_a_disk_that_is_too_small_names_the_first_preset_that_fits() -> None:
     estimate = replace(from_numbers(2880, 4, 10**9), free=13 * 10**12)
     assert estimate.verdict.endswith("it does not fit, fp8 does")

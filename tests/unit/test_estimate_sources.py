@@ -91,6 +91,23 @@ def test_a_data_set_is_drawn_from_and_scaled_up(tmp_path: Path, capsys: pytest.C
     assert min(fp8["encode"], fp8["decode"]) > 0
 
 
+@pytest.mark.parametrize(
+    ("codec", "note"),
+    [
+        ("raw", ""),
+        ("balanced", "; stored as bounded:0.35..0.09, bounded:0.05, whose own errors are not counted"),
+        ("fp8", "; stored as fp8, whose own errors are not counted"),
+    ],
+)
+def test_states_that_have_lost_something_already_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], codec: str, note: str
+) -> None:
+    with hs.ShardWriter(tmp_path, codec=codec) as writer:
+        for number, tensors in enumerate(made()):
+            writer.write(f"s{number}", tensors)
+    assert estimated(capsys, tmp_path)["basis"].partition(" tokens")[2] == note
+
+
 def test_a_drawn_sample_is_bounded_and_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_by.write_specforge(tmp_path, made_by.samples((20,) * 100))
     monkeypatch.setattr("hsstream.estimate.draw.CROP", 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -244,6 +245,31 @@ def test_a_teacher_takes_the_place_of_the_last_hidden_state(tmp_path: Path) -> N
         logits = FinalNorm(model)(expected[key]["last_hidden_state"]) @ head.T
         assert torch.equal(found["target_topk_ids"], logits.float().topk(4).indices)
         assert "last_hidden_state" not in found
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("balnced", "unknown codec 'balnced'.*or a preset: lossless, fp8"),
+        ("aux=fp8,aux=fine", "names a tensor twice"),
+        ("sparse", "give --teacher"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--on-bad", "skip"]])
+def test_a_wrong_codec_is_no_fault_of_the_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], codec: str, message: str, more: list[str]
+) -> None:
+    made_by.write_specforge(tmp_path / "src", samples())
+    words = ["pack", str(tmp_path / "src"), str(tmp_path / "out"), "--codec", codec, *more]
+    try:
+        code = main(words)
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said)
+    assert ".ckpt" not in said
+    assert not (tmp_path / "out").exists()
 
 
 # --- bad files

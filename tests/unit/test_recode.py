@@ -199,6 +199,13 @@ def test_a_second_run_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     assert hs.ShardReader(tmp_path / "out").keys() == list(written)
 
 
+def test_another_codec_than_at_the_destination_is_refused(tmp_path: Path) -> None:
+    write_exact(tmp_path / "a", [3, 5])
+    recode(job(tmp_path, "a", codec="fp8"))
+    with pytest.raises(SchemaMismatchError, match=r"as fp8, asked for is bounded:0\.02"):
+        recode(job(tmp_path, "a", codec="fine"))
+
+
 def test_damage_is_found_and_not_copied(tmp_path: Path) -> None:
     write_exact(tmp_path / "a", [300, 300])
     path = tmp_path / "a" / "hs-000000.tar"
@@ -298,7 +305,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def taught(path: Path, norm: str | None = "post", **settings: Any) -> dict[str, Tensors]:
     """Samples with last hidden states of that norm."""
-    model = None if norm is None else replace(MODEL, last_hidden_norm=norm)
+    model = None if norm is None else replace(MODEL, last_hidden_norm=norm, hidden_size=64)
     return held(write_root(path, (5, 30, 12), codec="planes", shape={"hidden": 64}, model=model, **settings))
 
 

@@ -167,8 +167,8 @@ def test_metadata_becomes_plain_dicts_and_lists() -> None:
     [
         ({"a": 2**64}, "meta.a holds an integer of more than 64 bits"),
         ({"a": {"b": {1, 2}}}, "meta.a.b is a set"),
-        ({"a": [object()]}, "meta.a is a object"),
-        ({"a": np.float32(1)}, "meta.a is a float32"),
+        ({"a": [object()]}, "meta.a is of type object"),
+        ({"a": np.float32(1)}, "meta.a is of type float32"),
         ({1: 2}, "meta has the key 1"),
         ({"a": {b"x": 1}}, "meta.a has the key b'x'"),
         ({"a": "\ud800"}, "meta.a holds text that is not valid Unicode"),

@@ -76,7 +76,9 @@ def test_a_wrong_k_or_vocabulary_is_refused(arguments: dict[str, Any], words: st
 def test_a_head_of_another_width_is_refused() -> None:
     with pytest.raises(hs.SampleError, match=r"the lm_head takes \[S, 16\]"):
         hs.TopKTeacher(head(), k=2).targets(torch.zeros(4, H + 1))
-    with pytest.raises(hs.SampleError, match=r"must be \[V, H\]"):
+    with pytest.raises(hs.SampleError, match=r"must be a tensor \[V, H\], got str"):
+        hs.TopKTeacher("model")  # type: ignore[arg-type]
+    with pytest.raises(hs.SampleError, match=r"must be a tensor \[V, H\]"):
         hs.TopKTeacher(torch.zeros(4))
 
 

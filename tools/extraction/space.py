@@ -9,8 +9,8 @@ from pathlib import Path
 import hsstream as hs
 from extraction.errors import ExtractError, SpaceError
 from extraction.progress import human_bytes
-from hsstream.codecs import parse_codec
-from hsstream.presets import PRESETS, codec_for
+from hsstream import presets
+from hsstream.presets import codec_for
 from hsstream.sample import HIDDEN_STATES
 
 #: Stored bytes per value, never less than what real states take (scales, ids and index included).
@@ -32,10 +32,9 @@ def check_codec(codec: str | Mapping[str, str], last_norm: str = "post") -> None
     if codec == "sparse" and last_norm != "post":
         raise ExtractError("--codec sparse keeps the largest logits: they need --last-norm post")
     try:
-        for name in HIDDEN_STATES:
-            parse_codec(codec_for(name, codec))
+        presets.check_codec(codec)
     except hs.SampleError as error:
-        raise ExtractError(f"--codec: {error}, or a preset: {', '.join(PRESETS)}") from error
+        raise ExtractError(f"--codec: {error}") from error
 
 
 def projected_bytes(
