@@ -15,6 +15,7 @@ from tiny_model import CHAT, ROOT, TEXTS, make_model, make_source, make_tokenize
 from tiny_model import run_extract as run
 
 import hsstream as hs
+from hsstream.presets import PRESETS
 from hsstream.sample import HIDDEN_STATES
 
 # tiny_model puts tools/ on the path
@@ -180,10 +181,10 @@ def test_presets_are_codecs(codec: str, model_dir: Path, source: Path, tmp_path:
         assert last is None
         assert schema["target_topk_ids"].trailing == (5,)
         assert aux is not None
-        assert aux.params()["error"] == 0.25
+        assert aux.text == PRESETS["sparse"][0]
     elif codec == "lossless":
         assert aux is not None
         assert aux.name == "planes"
     else:
         assert last is not None
-        assert last.params()["error"] == (0.05 if codec == "balanced" else 0.02)
+        assert last.text == PRESETS["balanced" if codec == "balanced" else "fine"][1]

@@ -166,7 +166,7 @@ def test_metadata_becomes_plain_dicts_and_lists() -> None:
     ("meta", "message"),
     [
         ({"a": 2**64}, "meta.a holds an integer of more than 64 bits"),
-        ({"a": {"b": {1, 2}}}, "meta.a.b is a set"),
+        ({"a": {"b": {1, 2}}}, "meta.a.b is of type set"),
         ({"a": [object()]}, "meta.a is of type object"),
         ({"a": np.float32(1)}, "meta.a is of type float32"),
         ({1: 2}, "meta has the key 1"),

@@ -119,7 +119,7 @@ def test_what_the_data_set_does_not_say_is_refused(
     tmp_path: Path, facts: dict[str, Any], need: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SchemaMismatchError, match=message):
-        check(info_of(tmp_path, replace(MODEL, **facts)), Need("T", **need))
+        check(replace(info_of(tmp_path), model=replace(MODEL, **facts)), Need("T", **need))
 
 
 def test_a_normed_layer_that_is_not_read_does_not_matter(tmp_path: Path) -> None:
