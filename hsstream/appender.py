@@ -69,8 +69,16 @@ SMALL_BYTES, GATHERED_BYTES, GATHERED_RECORDS, GATHERED_SECONDS = 1 << 20, 8 << 
 ASKED_AGAIN = 1 / 16
 
 _Item = tuple["Future[Record] | PlainRecord", SampleFacts, int]
-#: Records, or a moment that somebody waits for: all before it appended, or the shard sealed.
-_Entry = list[_Item] | threading.Event | Future[None]
+
+
+class _Moment:
+    """When all records queued before it have been appended and, where it `seals`, the shard is sealed."""
+
+    def __init__(self, seals: bool) -> None:
+        self.seals, self.reached = seals, threading.Event()
+
+
+_Entry = list[_Item] | _Moment
 
 
 class Appender:
@@ -135,9 +143,11 @@ class Appender:
             self._items.put(self._gathered)
             self._gathered, self._gathered_bytes = [], 0
         if in_step:
-            done = threading.Event()
-            self._items.put(done)
-            done.wait()
+            self._wait_for(_Moment(seals=False))
+
+    def _wait_for(self, moment: _Moment) -> None:
+        self._items.put(moment)
+        moment.reached.wait()
 
     def check(self) -> None:
         """Raise the failure of a thread, if there was one."""
@@ -146,10 +156,8 @@ class Appender:
 
     def seal(self) -> None:
         """Append what is queued and seal the shard, however small; then `check`."""
-        done: Future[None] = Future()
         self._hand_over()
-        self._items.put(done)
-        done.result()
+        self._wait_for(_Moment(seals=True))
         self.check()
 
     def end(self) -> None:
@@ -166,12 +174,10 @@ class Appender:
 
     def _run(self) -> None:
         while (item := self._next()) is not None:
-            if isinstance(item, Future):
-                self._try_seal()
-                item.set_result(None)
-                continue
-            if isinstance(item, threading.Event):
-                item.set()
+            if isinstance(item, _Moment):
+                if item.seals:
+                    self._try_seal()
+                item.reached.set()
                 continue
             for entry in item:
                 self._take(*entry)

@@ -115,8 +115,7 @@ def _taken_over(
     """`ready` under this spec, or None where it is not what is wanted and the values must be encoded."""
     if ready is None or replace(ready.spec, codec=spec.codec, compression=spec.compression) != spec:
         return None
-    theirs, ours = ready.spec.codec, spec.codec
-    if (theirs.name, theirs.params()) != (ours.name, ours.params()):
+    if not ready.spec.codec.same_as(spec.codec):
         return None
     whole = runs is None and ready.row_runs is None and ready.rows == tokens
     part = runs is not None and ready.row_runs is not None and np.array_equal(runs, ready.row_runs)

@@ -168,8 +168,7 @@ def _wanted(job: Recode, first: Source) -> dict[str, str]:
 
 def _text(spec: TensorSpec) -> str:
     """The codec of a tensor as a user names it."""
-    parsed = parse_codec(spec.codec.text)
-    if (parsed.name, parsed.params()) != (spec.codec.name, spec.codec.params()):
+    if not parse_codec(spec.codec.text).same_as(spec.codec):
         raise SampleError(
             f"{spec.name}: codec {spec.codec.name} {spec.codec.params()}: name one with --codec"
         )
@@ -233,9 +232,7 @@ class _Run:
 
     def keeps(self, spec: TensorSpec) -> bool:
         """Whether a tensor stored so is carried over without being decoded."""
-        codec = self._codecs[spec.name]
-        same = (codec.name, codec.params()) == (spec.codec.name, spec.codec.params())
-        return same and spec.name not in self._decoded
+        return self._codecs[spec.name].same_as(spec.codec) and spec.name not in self._decoded
 
     def pack(
         self, chosen: list[int], sizes: np.ndarray[Any, Any], workers: int, progress: Progress | None

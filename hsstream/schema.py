@@ -192,7 +192,7 @@ class Schema:
         """Refuse a writer that chose other codecs, before it has a sample (SchemaMismatchError)."""
         for spec in self.tensors:
             wanted = parse_codec(codec_for(spec.name, codec))
-            if (wanted.name, wanted.params()) != (spec.codec.name, spec.codec.params()):
+            if not wanted.same_as(spec.codec):
                 raise SchemaMismatchError(
                     f"{url} stores {spec.name} as {spec.codec.text}, asked for is {wanted.text}: "
                     "use the codec it was begun with, or another root"

@@ -15,7 +15,6 @@ bytes that do not match their hashes are read again before that is an error.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import sys
@@ -23,14 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
 from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
+from hsstream.decoders import Decoders
 from hsstream.decoding import check_member_size, read_rows
 from hsstream.errors import FormatError, located
 from hsstream.fetch import Fetcher, Request, SampleBytes
@@ -74,44 +72,6 @@ class Job:
     state: dict[str, Any]
 
 
-class _Decoders:
-    """Threads that take the ready task of the earliest job first, whatever became ready when."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hsstream-decode")
-        self._lock = threading.Lock()
-        self._ready: list[tuple[int, int, Callable[[], None]]] = []
-        self._tick, self._busy = count(), 0
-
-    def add(self, order: int, task: Callable[[], None]) -> None:
-        """Do `task` in one of the threads."""
-        with self._lock:
-            heapq.heappush(self._ready, (order, next(self._tick), task))
-            if self._busy == self.threads:
-                return
-            self._busy += 1
-        with suppress(RuntimeError):  # the interpreter ends, and nobody waits for the batch
-            self._pool.submit(self._work)
-
-    def close(self) -> None:
-        """End the threads; tasks that were not begun are dropped."""
-        with self._lock:
-            self._ready.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _work(self) -> None:
-        """Task after task, as long as there are any."""
-        while True:
-            with self._lock:
-                if not self._ready:
-                    self._busy -= 1
-                    return
-                task = heapq.heappop(self._ready)[2]
-            task()
-            del task  # see _Running.done
-
-
 class _Running:
     """A job whose samples are being fetched and decoded. order: its place in the sequence."""
 
@@ -147,10 +107,23 @@ class _Running:
             header = self.headers[number] = _header(self.job, number, source)
         return header
 
-    def submit(self, decoders: _Decoders, columns: Sequence[Column]) -> None:
-        """A task for each sample, for each tensor of a large one, to be done when its bytes are here."""
-        together, apart = self._together(columns)
-        parts = [self._columns_at_once(request, decoders.threads, apart) for request in self.job.requests]
+    def submit(
+        self,
+        decoders: Decoders,
+        columns: Sequence[Column],
+        small: Sequence[Column],
+        others: Sequence[Column],
+    ) -> None:
+        """A task for each sample, for each tensor of a large one, to be done when its bytes are here.
+
+        small, others: the two parts of `columns`. Small columns of mapped files are decoded for all samples
+        by one task. Headers and ids take the interpreter and few bytes: between the states of two samples,
+        which push everything else out of the processor's caches, they would take twice as long.
+        """
+        requests, together, apart = self.job.requests, small, others
+        if len(requests) < 2 or not others or not all(request.store.local for request in requests):
+            together, apart = (), columns
+        parts = [self._columns_at_once(request, decoders.threads, apart) for request in requests]
         self._parts = [len(each) + bool(together) for each in parts]
         self.open = sum(self._parts)
         if together:
@@ -159,24 +132,12 @@ class _Running:
             todo = [partial(_run, self, number, some) for some in each]
             self.samples[number].when_here(partial(self._feed, decoders, number, todo))
 
-    def _together(self, columns: Sequence[Column]) -> tuple[list[Column], Sequence[Column]]:
-        """Small columns of mapped files, decoded for all samples by one task, and the others.
-
-        Headers and ids take the interpreter and few bytes. Between the states of two samples, which push
-        everything else out of the processor's caches, they would take twice as long.
-        """
-        requests = self.job.requests
-        small = [column for column in columns if _token_bytes(column) < SMALL_TOKEN_BYTES]
-        if len(requests) < 2 or len(small) == len(columns) or not all(r.store.local for r in requests):
-            return [], columns
-        return small, [column for column in columns if column not in small]
-
     @staticmethod
     def _columns_at_once(request: Request, threads: int, columns: Sequence[Column]) -> list[Sequence[Column]]:
         large = threads > 1 and request.nbytes > SPLIT_BYTES
         return [[column] for column in columns] if large else [columns]
 
-    def _feed(self, decoders: _Decoders, number: int, todo: Sequence[Callable[[], None]]) -> None:
+    def _feed(self, decoders: Decoders, number: int, todo: Sequence[Callable[[], None]]) -> None:
         self.fed = time.monotonic()
         self.missing.discard(number)
         for task in todo:
@@ -233,7 +194,9 @@ def stream(
     """
     fetcher = Fetcher(((job, list(job.requests)) for job in jobs), prefetch_bytes, clock)
     ahead_bytes = min(prefetch_bytes, AHEAD_BYTES)
-    decoders = _Decoders(threads)
+    decoders = Decoders(threads)
+    small = [column for column in columns if _token_bytes(column) < SMALL_TOKEN_BYTES]
+    others = [column for column in columns if _token_bytes(column) >= SMALL_TOKEN_BYTES]
     running: deque[_Running] = deque()
     order, entry = count(), None
     # Modules are taken apart when the interpreter ends, this one too.
@@ -245,7 +208,7 @@ def stream(
                 if entry is None or not _has_room(running, ahead_bytes, _batch_bytes(entry[0], columns)):
                     break
                 started = _Running(next(order), entry[0], columns, memory, entry[1], clock)
-                started.submit(decoders, columns)
+                started.submit(decoders, columns, small, others)
                 running.append(started)
                 entry = None
             if not running:
@@ -265,7 +228,7 @@ def stream(
             _end(fetcher, decoders, clock, list(running))
 
 
-def _end(fetcher: Fetcher[Job], decoders: _Decoders, clock: Clock, running: list[_Running]) -> None:
+def _end(fetcher: Fetcher[Job], decoders: Decoders, clock: Clock, running: list[_Running]) -> None:
     fetcher.close()
     decoders.close()
     clock.stop()

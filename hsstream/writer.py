@@ -139,9 +139,9 @@ class ShardWriter:
             stack.enter_context(self._store.lock(name))
             self._store.discard_stale(f"{name}-")
             self._known, self._info = _existing(self._store)
-            if self._info is not None and self._model is not None:
-                (self._info.model or ModelInfo()).require_same(self._model)
             if self._info is not None:
+                if self._model is not None:
+                    (self._info.model or ModelInfo()).require_same(self._model)
                 self._info.schema.require_codecs(codec, self._store.url)
             self._keys = {key for index in self._known.values() for key in index.table.keys}
             self._next_number = _next_number(self._known, name)

@@ -109,6 +109,10 @@ class Codec(ABC):
         """How a user names it."""
         return self.name
 
+    def same_as(self, other: Codec) -> bool:
+        """Whether both write the same: of one name, with the same parameters."""
+        return (self.name, self.params()) == (other.name, other.params())
+
     def of_layer(self, layer: int, layers: int) -> Codec:  # noqa: ARG002
         """What encodes one of so many members; they differ in what has no part in decoding."""
         return self

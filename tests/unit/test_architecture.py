@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "hsstream"
 
 #: From the bottom up. Rooms of one layer do not know each other.
 LAYERS = (
-    {"errors", "version", "memory", "ordered", "stats"},
+    {"decoders", "errors", "version", "memory", "ordered", "stats"},
     {"blocks", "codecs", "plan", "position", "ranks", "sample", "storage", "weights"},
     {"norm", "presets", "selection", "simulate", "sources", "teacher"},
     {"schema"},

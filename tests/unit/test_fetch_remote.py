@@ -22,6 +22,7 @@ from hsstream import encoding
 from hsstream import stream as stream_module
 from hsstream.batch import Column, choose_columns
 from hsstream.catalog import Catalog, Source
+from hsstream.decoders import Decoders
 from hsstream.errors import StorageError
 from hsstream.fetch import RemoteFetcher, Request
 from hsstream.fetch import remote as remote_module
@@ -471,13 +472,13 @@ def test_a_stream_may_be_closed_in_any_thread(setting: Setting, name: str) -> No
 
 def test_the_interpreter_may_end_while_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode threads take nothing more then; the fetch threads shall not complain of it."""
-    decoders = stream_module._Decoders(1)
+    decoders = Decoders(1)
     decoders.close()
     decoders.add(0, lambda: None)
 
 
 def test_the_decoders_take_the_earliest_job_first() -> None:
-    decoders = stream_module._Decoders(1)
+    decoders = Decoders(1)
     gate, done = threading.Event(), []
     decoders.add(0, lambda: gate.wait(GUARD))
     for order in (3, 1, 2, 1):

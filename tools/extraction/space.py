@@ -10,7 +10,6 @@ import hsstream as hs
 from extraction.errors import ExtractError, SpaceError
 from extraction.progress import human_bytes
 from hsstream import presets
-from hsstream.presets import codec_for
 from hsstream.sample import HIDDEN_STATES
 
 #: Stored bytes per value, never less than what real states take (scales, ids and index included).
@@ -41,7 +40,7 @@ def projected_bytes(
     tokens: int, vectors: int, hidden: int, codec: str | Mapping[str, str], dtype: str
 ) -> int:
     """An upper bound of what `tokens` tokens will take on disk."""
-    aux, last = (_bytes_per_value(codec_for(name, codec), dtype) for name in HIDDEN_STATES)
+    aux, last = (_bytes_per_value(presets.codec_for(name, codec), dtype) for name in HIDDEN_STATES)
     teacher = _TOP_K_BYTES if codec == "sparse" else hidden * last
     return int(tokens * ((vectors - 1) * hidden * aux + teacher))
 
