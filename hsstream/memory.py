@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 Slab = NDArray[np.uint8]
+#: Slabs begin with a cache line, so that kernels can write whole ones.
+LINE = 64
 #: Slabs are a multiple of this, so that batches of nearly one size share them.
 GRAIN = 1 << 20
 #: Tensors below this are not worth keeping a slab for.
@@ -76,7 +78,9 @@ class SlabPool:
     # What a pool of another kind of memory does differently.
 
     def _new(self, size: int) -> Slab:
-        return np.empty(size, np.uint8)
+        room = np.empty(size + LINE, np.uint8)
+        first = -room.ctypes.data % LINE
+        return room[first : first + size]
 
     def _is_free(self, slab: Slab) -> bool:  # noqa: ARG002
         """Whether an idle slab may be lent, or let go of."""

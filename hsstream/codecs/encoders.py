@@ -26,6 +26,7 @@ from hsstream.codecs.jit import (
     load,
     njit,
     once,
+    piece,
     readable,
     rounded,
     types,
@@ -65,8 +66,8 @@ def _encode_fp8(
     for row in range(scales.shape[0]):
         for vector in range(scales.shape[1]):
             first = row * row_step + vector * vector_step
-            source = flat[first : first + width]
-            target = codes[row, vector * width : vector * width + width]
+            source = piece(flat, first, width)
+            target = piece(codes, (row * scales.shape[1] + vector) * width, width)
             top = U32(0)
             for i in range(width):
                 top = max(top, U32(load(source, i) & U32(SIZE)))
@@ -133,7 +134,7 @@ def _store_codes(whole: Any, target: Any, packed: Any) -> None:
         for i in range(len(whole)):
             target[i] = U8(whole[i])
         return
-    rest = whole[len(target) :]
+    rest = piece(whole, len(target), len(whole) - len(target))
     for i in range(len(target)):
         target[i] = U8(whole[i] & I32(15))
     for i in range(len(rest)):
@@ -177,7 +178,7 @@ def _encode_bounded(
     for row in range(scales.shape[0]):
         for vector in range(scales.shape[1]):
             first = row * row_step + vector * vector_step
-            source = flat[first : first + width]
+            source = piece(flat, first, width)
             top = U32(0)
             for i in range(width):
                 top = max(top, U32(load(source, i) & U32(SIZE)))
@@ -185,7 +186,7 @@ def _encode_bounded(
             most = limit
             if step > F32(0.0):
                 most = min(limit, np.int64(math.ceil(infinite / np.float64(step))) - 1)
-                largest = _round_codes(source, whole, step, limit)
+                largest = _round_codes(source, piece(whole, 0, width), step, limit)
             else:
                 # no step: everything but zero is an escape
                 step, most, largest = F32(1.0), 0, I32(1)
@@ -195,7 +196,8 @@ def _encode_bounded(
                 place = (row * scales.shape[1] + vector) * padded
                 count = _take_escapes(source, whole, most, place, places, exact, count)
             scales[row, vector] = step if top < U32(INFINITE) else F32(np.inf)
-            _store_codes(whole, codes[row, vector * size : vector * size + size], packed)
+            place = (row * scales.shape[1] + vector) * size
+            _store_codes(piece(whole, 0, width), piece(codes, place, size), packed)
     return count
 
 

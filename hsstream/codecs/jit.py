@@ -21,6 +21,7 @@ from numba import njit as njit
 from numba import types as types
 from numba.extending import intrinsic
 from numba.extending import overload as overload
+from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
 
 # Integer operations widen to 64 bits in numba: what is cast back to 32 at once is vectorised as 32 bits.
@@ -64,6 +65,76 @@ def _hash_at(typing_context: Any, address: Any, data: Any, start: Any, length: A
 
 
 hash_at: Any = intrinsic(_hash_at)
+
+
+def _piece(typing_context: Any, array: Any, start: Any, length: Any) -> Any:  # noqa: ARG001
+    """A view of `length` values of a dense array, from `start` on, for as long as the array lives.
+
+    A slice counts its references by atomic operations, which wait for all stores that are under way: half
+    the time of a kernel that does little but stores.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array, start, length = args
+        view_of = signature.args[0]
+        data = context.make_array(view_of)(context, builder, array).data
+        view = context.make_array(signature.return_type)(context, builder)
+        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(view_of.dtype)))
+        place = builder.gep(data, [start])
+        populate_array(  # type: ignore[no-untyped-call]
+            view, data=place, shape=[length], strides=[size], itemsize=size, meminfo=None
+        )
+        return view._getvalue()
+
+    return array.copy(ndim=1)(array, types.intp, types.intp), build
+
+
+piece: Any = intrinsic(_piece)
+
+#: Bytes of a cache line, of which `stream` writes whole ones.
+LINE = 64
+
+
+def _stream_line(typing_context: Any, row: Any, place: Any, flat: Any, first: Any) -> Any:  # noqa: ARG001
+    """Write LINE bytes of `row`, from `place` on, to `flat`, from `first` on, past the caches."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row, place, flat, first = args
+        source = context.make_array(signature.args[0])(context, builder, row).data
+        target = context.make_array(signature.args[2])(context, builder, flat).data
+        line = ir.VectorType(ir.IntType(8), LINE).as_pointer()
+        value = builder.load(builder.bitcast(builder.gep(source, [place]), line))
+        stored = builder.store(value, builder.bitcast(builder.gep(target, [first]), line))
+        value.align, stored.align = 1, LINE
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, flat, types.intp), build
+
+
+_line_streamed: Any = intrinsic(_stream_line)
+
+
+def _fence(typing_context: Any) -> Any:  # noqa: ARG001
+    """All stores before it are seen by other threads before those after it."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+fence: Any = intrinsic(_fence)
+
+
+@njit
+def stream(row: Any, flat: Any, first: Any) -> Any:
+    """Copy `row`, whole lines, to `flat`, from `first` on, at the beginning of a line, past the caches: what
+    is written is not read before, and pushes nothing out. Needs a `fence` before another thread looks.
+    """
+    for place in range(0, len(row), LINE // row.itemsize):
+        _line_streamed(row, place, flat, first + place)
 
 
 @njit
@@ -158,6 +229,12 @@ def several(dtype: type, dimensions: int, count: int) -> Any:
     """The type of a tuple of `readable` arrays."""
     many: Any = types.UniTuple
     return many(readable(dtype, dimensions), count)
+
+
+def integers(count: int) -> Any:
+    """The type of a tuple of integers."""
+    many: Any = types.UniTuple
+    return many(types.intp, count)
 
 
 def writable(dtype: type, dimensions: int) -> Any:

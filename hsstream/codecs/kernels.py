@@ -30,24 +30,32 @@ from hsstream.codecs.jit import (
     I16,
     I32,
     INFINITE,
+    LINE,
     SIZE,
     U8,
     U16,
     U32,
     bits_of,
     compiled,
+    fence,
     float_of,
     hash_at,
+    integers,
     load,
     njit,
     once,
     overload,
+    piece,
     readable,
     several,
     store,
+    stream,
     types,
     writable,
 )
+
+#: Targets of so many bytes are in no cache when they are used.
+PAST_CACHES = 8 << 20
 
 
 def _magnitude(code: Any) -> Any:
@@ -171,8 +179,8 @@ def _packed(source: Any, target: Any, scale: Any) -> Any:
         code = _low(source[i])
         _put(target, i, code, scale)
         top = max(top, _magnitude(code))
-    # a slice, because an index that is a sum is tested for its sign and not vectorised
-    rest = target[len(source) :]
+    # a view, because an index that is a sum is tested for its sign and not vectorised
+    rest = piece(target, len(source), len(target) - len(source))
     for i in range(len(rest)):
         code = _high(source[i])
         _put(rest, i, code, scale)
@@ -207,35 +215,25 @@ def _checked_vector(source: Any, target: Any, scale: Any, packed: Any, bad: Any,
     return OVERFLOW if _peak(source, top, scale) >= infinite else OK
 
 
-def _decode(
-    codes: Any,
-    scales: Any,
-    flat: Any,
-    offset: int,
-    row_step: int,
-    vector_step: int,
-    width: int,
-    packed: int,
-    bad: int,
-    infinite: int,
-) -> int:
-    """Decode parts, a tuple of codes [R, V * bytes] and one of scales [R, V]. Vector [r, v] of part p goes to
-    flat[offset + r * row_step + (p * V + v) * vector_step :].
+def _decode(codes: Any, scales: Any, flat: Any, place: Any, limits: Any) -> int:
+    """Decode parts, a tuple of codes [R, V * bytes] and one of scales [R, V].
 
-    packed: whether a byte holds two codes; bad: the first magnitude no encoder writes; infinite: one of
-    FIRST_INFINITE. Rows behind a refused vector are not written.
+    place: offset, row step, vector step, width: vector [r, v] of part p goes to the `width` values from
+    flat[offset + r * row_step + (p * V + v) * vector_step] on.
+    limits: whether a byte holds two codes; the first magnitude no encoder writes; one of FIRST_INFINITE.
+    Rows behind a refused vector are not written.
     """
+    offset, row_step, vector_step, width = place
+    packed, bad, infinite = limits
     size = (width + 1) // 2 if packed else width
     rows, vectors = scales[0].shape
     for row in range(rows):
         first = offset + row * row_step
         for part in range(len(codes)):
             for vector in range(vectors):
-                source = codes[part][row, vector * size : vector * size + size]
-                scale = scales[part][row, vector]
-                status: int = _checked_vector(
-                    source, flat[first : first + width], scale, packed, bad, infinite
-                )
+                source = piece(codes[part], (row * vectors + vector) * size, size)
+                scale, target = scales[part][row, vector], piece(flat, first, width)
+                status: int = _checked_vector(source, target, scale, packed, bad, infinite)
                 if status != OK:
                     return status
                 first += vector_step
@@ -250,85 +248,85 @@ def _scale_at(payload: Any, start: int) -> Any:
     return float_of(U32(low | U32(high << U32(16))))
 
 
+@njit
+def _goes_past_caches(flat: Any, place: Any) -> Any:
+    """Whether vectors are whole cache lines of a target that no cache holds."""
+    offset, row_step, vector_step, width = place
+    steps = (offset | row_step | vector_step | width) * flat.itemsize
+    return flat.size * flat.itemsize >= PAST_CACHES and (flat.ctypes.data | steps) % LINE == 0
+
+
 def _decode_plain(
-    payloads: Any,
-    hashes: Any,
-    digest: int,
-    rows: int,
-    rows_per_block: int,
-    vectors: int,
-    scales: Any,
-    flat: Any,
-    offset: int,
-    row_step: int,
-    vector_step: int,
-    width: int,
-    packed: int,
-    bad: int,
-    infinite: int,
+    payloads: Any, hashes: Any, digest: int, shape: Any, scales: Any, flat: Any, place: Any, limits: Any
 ) -> int:
     """As `_decode`, from the payloads of members whose blocks are all stored plain and without extras: scales
     and codes of block after block. Each block's hash is checked before it is decoded.
 
     payloads: a tuple of bytes, rows * V * (4 + bytes of a vector) each; hashes [members, blocks]; digest: the
-    address of the hash's function; scales [rows, members * V]: where they are copied to, or empty.
+    address of the hash's function; shape: rows, rows of a block, V; scales [rows, members * V]: where they
+    are copied to, or empty.
     """
+    rows, rows_per_block, vectors = shape
+    offset, row_step, vector_step, width = place
+    packed, bad, infinite = limits
     size = (width + 1) // 2 if packed else width
+    past_caches = _goes_past_caches(flat, place)
+    # Whole lines may come in any sequence: one member after another, whose block stays in the cache between
+    # hash and decode. Otherwise members that lie side by side are written together.
+    together = 1 if past_caches else len(payloads)
+    decoded = np.empty(width, flat.dtype)
     for block in range(hashes.shape[1]):
         first_row = block * rows_per_block
         count = min(rows_per_block, rows - first_row)
         begin, codes = first_row * vectors * (4 + size), 4 * count * vectors
-        for part in range(len(payloads)):
-            if hash_at(digest, payloads[part], begin, codes + count * vectors * size) != hashes[part, block]:
-                return BAD_HASH
-        for row in range(count):
-            first = offset + (first_row + row) * row_step
-            for part in range(len(payloads)):
-                for vector in range(vectors):
-                    place = row * vectors + vector
-                    scale = _scale_at(payloads[part], begin + 4 * place)
-                    start = begin + codes + place * size
-                    source = payloads[part][start : start + size]
-                    status: int = _checked_vector(
-                        source, flat[first : first + width], scale, packed, bad, infinite
-                    )
-                    if status != OK:
-                        return status
-                    if len(scales):
-                        scales[first_row + row, part * vectors + vector] = scale
-                    first += vector_step
+        for some in range(0, len(payloads), together):
+            for part in range(some, some + together):
+                found = hash_at(digest, payloads[part], begin, codes + count * vectors * size)
+                if found != hashes[part, block]:
+                    return BAD_HASH
+            for row in range(count):
+                first = offset + (first_row + row) * row_step + some * vectors * vector_step
+                for part in range(some, some + together):
+                    for vector in range(vectors):
+                        number = row * vectors + vector
+                        scale = _scale_at(payloads[part], begin + 4 * number)
+                        start = begin + codes + number * size
+                        source = piece(payloads[part], start, size)
+                        target = piece(decoded, 0, width) if past_caches else piece(flat, first, width)
+                        status: int = _checked_vector(source, target, scale, packed, bad, infinite)
+                        if status != OK:
+                            return status
+                        if past_caches:
+                            stream(target, flat, first)
+                        if len(scales):
+                            scales[first_row + row, part * vectors + vector] = scale
+                        first += vector_step
+    fence()
     return OK
 
 
-def _patch(
-    values: Any,
-    gaps: Any,
-    flat: Any,
-    offset: int,
-    row_step: int,
-    vector_step: int,
-    width: int,
-    vectors: int,
-    padded: int,
-    rows: int,
-    infinite: int,
-) -> int:
-    """Write escapes over rows that `_decode` wrote; see `escapes` for gaps and their vectors of `padded`."""
-    row, vector, place, used = 0, 0, -1, 0
+def _patch(values: Any, gaps: Any, flat: Any, place: Any, shape: Any, infinite: int) -> int:
+    """Write escapes over rows that `_decode` wrote, to the same place; see `escapes` for gaps.
+
+    shape: rows, vectors of a row, codes of a vector.
+    """
+    offset, row_step, vector_step, width = place
+    rows, vectors, padded = shape
+    row, vector, column, used = 0, 0, -1, 0
     for gap in gaps:
-        place += np.intp(gap) + (gap != U8(255))
-        while place >= padded:
-            place, vector = place - padded, vector + 1
+        column += np.intp(gap) + (gap != U8(255))
+        while column >= padded:
+            column, vector = column - padded, vector + 1
             if vector == vectors:
                 row, vector = row + 1, 0
         if gap == U8(255):
             continue
-        if row >= rows or place >= width or used >= len(values):
+        if row >= rows or column >= width or used >= len(values):
             return BAD_CODE
         bits = load(values, used)
         if (bits & U32(SIZE)) >= infinite:
             return BAD_CODE if (bits & U32(SIZE)) >= U32(INFINITE) else OVERFLOW
-        store(flat, offset + row * row_step + vector * vector_step + place, bits)
+        store(flat, offset + row * row_step + vector * vector_step + column, bits)
         used += 1
     return OK if used == len(values) else BAD_CODE
 
@@ -337,21 +335,19 @@ def _patch(
 def decoder(codes: type, rows: type, parts: int) -> Callable[..., int]:
     """`_decode` for so many parts, codes and rows of these NumPy dtypes; rows of uint8 receive the codes."""
     arrays = (several(codes, 2, parts), several(np.float32, 2, parts), writable(rows, 1))
-    return compiled(_decode, types.intp(*arrays, *(types.intp,) * 7))
+    return compiled(_decode, types.intp(*arrays, integers(4), integers(3)))
 
 
 @once
 def plain_decoder(codes: type, rows: type, parts: int) -> Callable[..., int]:
     """`_decode_plain` for so many members, as `decoder`."""
-    many: Any = types.UniTuple
-    payloads, hashes = many(readable(codes, 1), parts), readable(np.uint64, 2)
-    targets = (writable(np.float32, 2), writable(rows, 1))
-    arguments = (payloads, hashes, *(types.intp,) * 4, *targets, *(types.intp,) * 7)
-    return compiled(_decode_plain, types.intp(*arguments))
+    stored = (several(codes, 1, parts), readable(np.uint64, 2), types.intp, integers(3))
+    targets = (writable(np.float32, 2), writable(rows, 1), integers(4))
+    return compiled(_decode_plain, types.intp(*stored, *targets, integers(3)))
 
 
 @once
 def patcher(values: type, rows: type) -> Callable[..., int]:
     """`_patch` for escapes and rows of these NumPy dtypes."""
     arrays = (readable(values, 1), readable(np.uint8, 1), writable(rows, 1))
-    return compiled(_patch, types.intp(*arrays, *(types.intp,) * 8))
+    return compiled(_patch, types.intp(*arrays, integers(4), integers(3), types.intp))

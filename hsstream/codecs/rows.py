@@ -148,8 +148,9 @@ class Rows(RowWriter):
         shape = (rows, members.rows_per_block, vectors)
         row_step, vector_step = self._steps
         place = (start * row_step, row_step, vector_step, self._width)
-        targets = (self._scales[start : start + rows], self._flat)
-        status = kernel(payloads, members.hashes, members.digest, *shape, *targets, *place, *self._limits)
+        stored = (payloads, members.hashes, members.digest, shape)
+        targets = (self._scales[start : start + rows], self._flat, place)
+        status = kernel(*stored, *targets, self._limits)
         return bool(status == backend.OK)
 
     def _accept(self, status: int) -> None:
@@ -164,7 +165,7 @@ class Rows(RowWriter):
         place = (start * row_step, row_step, vector_step, self._width)
         if self._form.dtype is not np.uint8:
             codes = [each.view(self._form.dtype) for each in codes]
-        return int(kernel(tuple(codes), tuple(scales), self._flat, *place, *self._limits))
+        return int(kernel(tuple(codes), tuple(scales), self._flat, place, self._limits))
 
     def _kernel(self, name: str, members: int) -> Callable[..., int] | None:
         """`kernels.decoder` or `kernels.plain_decoder`; None without numba."""
@@ -218,10 +219,10 @@ class ValueRows(Rows):
             return
         row_step, vector_step = self._steps
         first = place.start * row_step + place.first * vector_step
-        shape = (place.vectors, self._form.padded(self._width), place.rows)
-        where = (first, row_step, vector_step, self._width, *shape, self._limits[2])
+        shape = (place.rows, place.vectors, self._form.padded(self._width))
+        where = (first, row_step, vector_step, self._width)
         values, gaps = escapes.split(extras, self._source)
-        self._accept(int(self._patch(values, gaps, self._flat, *where)))
+        self._accept(int(self._patch(values, gaps, self._flat, where, shape, self._limits[2])))
 
     def _patch_torch(self, place: Place, extras: memoryview) -> int:
         values, places = self._escapes(extras, place)

@@ -239,7 +239,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     kernel = kernels.decoder.__wrapped__(np.uint8, np.float32, 1)
     out = np.zeros(2, np.float32)
     codes, scales = np.array([[0x38, 0xB8]], np.uint8), np.array([[2.0]], np.float32)
-    assert kernel((codes,), (scales,), out, 0, 2, 2, 2, 0, 0x7F, 0x7F800000) == backend.OK
+    assert kernel((codes,), (scales,), out, (0, 2, 2, 2), (0, 0x7F, 0x7F800000)) == backend.OK
     assert out.tolist() == [2.0, -2.0]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hsstream.memory import GRAIN, MOST_TIMES, SMALLEST, SlabPool
+from hsstream.memory import GRAIN, LINE, MOST_TIMES, SMALLEST, SlabPool
 
 SHAPE = (4, SMALLEST // 4)
 
@@ -29,6 +29,12 @@ def test_tensors_have_the_shape_and_dtype_asked_for(dtype: torch.dtype, shape: t
     assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
     assert tensor.is_contiguous()
     tensor.zero_()
+
+
+@pytest.mark.parametrize("nbytes", [SMALLEST, 5 * GRAIN, 5 * GRAIN + 1])
+def test_tensors_begin_with_a_cache_line(nbytes: int) -> None:
+    pool = SlabPool(1 << 30)
+    assert [begin_of(tensor) % LINE for tensor in [lend(pool, shape=(nbytes,)) for _ in range(3)]] == [0] * 3
 
 
 @pytest.mark.parametrize("nbytes", [SMALLEST, GRAIN // 2, GRAIN, GRAIN + 1, 5 * GRAIN])

@@ -14,8 +14,9 @@ from samples import write_root
 import hsstream as hs
 from hsstream import blocks, decoding
 from hsstream.blocks import digest, digest_address
-from hsstream.codecs import backend, parse_codec
+from hsstream.codecs import backend, kernels, parse_codec
 from hsstream.codecs.base import Part, PlainMembers, RowWriter, ScaledCodec
+from hsstream.codecs.jit import LINE
 from hsstream.errors import CorruptDataError
 from hsstream.storage.local import LocalStore
 
@@ -33,14 +34,14 @@ def address() -> int:
 class Made:
     """Encoded rows of some members: as parts of one block, and as their payloads in blocks."""
 
-    def __init__(self, spec: str, per_block: int = PER_BLOCK) -> None:
+    def __init__(self, spec: str, per_block: int = PER_BLOCK, width: int = WIDTH) -> None:
         codec = parse_codec(spec)
         assert isinstance(codec, ScaledCodec)
         self.codec, self.per_block = codec, per_block
         generator = torch.Generator().manual_seed(3)
         self.parts, self.payloads, self.hashes = [], [], []
         for _ in range(MEMBERS):
-            values = torch.rand(ROWS, VECTORS, WIDTH, generator=generator).sub(0.5).bfloat16()
+            values = torch.rand(ROWS, VECTORS, width, generator=generator).sub(0.5).bfloat16()
             made = codec.encode(values)
             assert made.scales is not None
             codes, scales = made.codes.numpy(), made.scales.numpy()
@@ -96,6 +97,46 @@ def test_codes_and_scales_are_those_of_the_blocks(spec: str) -> None:
     assert write.write_plain(2, made.members())
     assert torch.equal(out, expected)
     assert torch.equal(scales, expected_scales)
+
+
+def large_target(width: int, shift: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, V, width], of 8 MB, that begins `shift` bytes behind the beginning of a cache line."""
+    bytes_of_vector, vectors = width * dtype.itemsize, MEMBERS * VECTORS
+    rows = -(-kernels.PAST_CACHES // (bytes_of_vector * vectors))
+    memory = np.full(rows * bytes_of_vector * vectors + 2 * LINE, 7, np.uint8)
+    first = -memory.ctypes.data % LINE + shift
+    values = torch.from_numpy(memory[first : first + rows * bytes_of_vector * vectors])
+    return values.view(dtype).view(rows, vectors, width)
+
+
+@pytest.mark.parametrize("spec", CODECS)
+@pytest.mark.parametrize(
+    ("width", "shift", "past"), [(64, 0, True), (192, 0, True), (64, 16, False), (33, 0, False)]
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_written_past_the_caches_is_the_same(
+    spec: str, width: int, shift: int, past: bool, dtype: torch.dtype
+) -> None:
+    made, out = Made(spec, width=width), large_target(width, shift, dtype)
+    expected = out.clone()
+    place = (out.stride(0), out.stride(0), out.stride(1), width)
+    assert kernels._goes_past_caches(backend.flat_view(out), place) == past
+
+    def writer(target: torch.Tensor) -> RowWriter:
+        if dtype == torch.uint8:
+            scales = torch.zeros(target.shape[:2])
+            return made.codec.code_writer(target, scales, torch.bfloat16, torch.bfloat16)
+        return made.codec.value_writer(target, torch.bfloat16)
+
+    writer(expected)(1, made.parts)
+    assert writer(out).write_plain(1, made.members())
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_what_fits_in_a_cache_is_not_written_past_it() -> None:
+    out = large_target(64, 0, torch.bfloat16)[:-1]
+    place = (0, out.stride(0), out.stride(1), 64)
+    assert not kernels._goes_past_caches(backend.flat_view(out), place)
 
 
 @pytest.mark.parametrize("member", range(MEMBERS))
