@@ -35,6 +35,13 @@ def check_codec(codec: str | Mapping[str, str]) -> None:
             raise SampleError(f"{error}, or a preset: {', '.join(PRESETS)}") from None
 
 
+def codec_text(codec: str | Mapping[str, str]) -> str:
+    """A `codec` argument as the command line takes it: `small`, `aux=fp8,last=bounded:0.05`."""
+    if isinstance(codec, str):
+        return codec
+    return ",".join(f"{name.partition('_hidden_state')[0]}={chosen}" for name, chosen in codec.items())
+
+
 def codec_for(name: str, codec: str | Mapping[str, str]) -> str:
     """The codec of tensor `name`; what is no hidden state is `raw` unless a map says otherwise."""
     if name not in HIDDEN_STATES:

@@ -158,9 +158,8 @@ def _screen(estimate: Estimate) -> str:
         f"({estimate.basis})"
     )
     names = ["preset", "bytes/token", "total", "of bf16", *_optional_names(estimate)]
-    bf16 = ["bf16", count(estimate.bf16_bytes_per_token), size(estimate.bf16_total), "1.000"]
-    rows = [bf16 + [""] * (len(names) - len(bf16))]
-    rows += [_row(estimate, rung) for rung in estimate.rungs]
+    bf16 = Rung("bf16", estimate.bf16_bytes_per_token, 1.0)
+    rows = [_row(estimate, rung) for rung in (bf16, *estimate.rungs)]
     return "\n".join([title, "", table(names, rows), "", estimate.verdict])
 
 

@@ -40,6 +40,9 @@ CERTAINLY_FINITE = {torch.bfloat16: 3e38, torch.float16: 6.5e4, torch.float32: 3
 CPU_STEP = 1 << 16
 DEVICE_STEP = 1 << 22
 
+#: torch divides operations on more values than these among its threads (at::internal::GRAIN_SIZE).
+PARALLEL = 1 << 15
+
 #: The dtype under which NumPy and the kernels see each dtype; the bits are the same.
 _VIEWS: dict[torch.dtype, tuple[torch.dtype, type[np.generic]]] = {
     torch.bfloat16: (torch.int16, np.uint16),
@@ -80,6 +83,16 @@ def rows_at_once(rows: torch.Tensor) -> int:
     """Rows of [R, V, H] that a torch form takes in one step, at least 1."""
     step = CPU_STEP if rows.device.type == "cpu" else DEVICE_STEP
     return max(1, step // max(1, rows.shape[1] * rows.shape[2]))
+
+
+def serial_rows(rows: torch.Tensor) -> int:
+    """Rows of [R, V, H] that torch takes in one thread, at least 1: all where it has no others.
+
+    Threads that decode at the same time would each call up a team of its own, to fight for the cores.
+    """
+    if torch.get_num_threads() == 1:
+        return max(1, len(rows))
+    return max(1, PARALLEL // max(1, rows.shape[1] * rows.shape[2]))
 
 
 def steps(rows: torch.Tensor) -> Iterator[slice]:

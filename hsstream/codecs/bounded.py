@@ -237,9 +237,13 @@ def decode_torch(codes: NDArray[np.uint8], scales: NDArray[np.float32], target: 
         torch.mul(signed, factors[part].to(dtype), out=target[part])
 
 
-def _magnitudes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.abs(codes.view(np.int8)).view(np.uint8)
+def _top(codes: NDArray[np.uint8], axis: int | None = None) -> NDArray[np.uint8]:
+    """The largest magnitude."""
+    signed = codes.view(np.int8)
+    most, least = signed.max(axis).astype(np.int16), signed.min(axis).astype(np.int16)
+    top: NDArray[np.uint8] = np.maximum(most, -least).astype(np.uint8)
+    return top
 
 
-BYTES = CodeForm("bounded", np.int8, 128, 127.0, False, True, _magnitudes, decode_torch, dequantize)
-PACKED = CodeForm("bounded", np.int8, 8, 7.0, True, True, _magnitudes, decode_torch, dequantize)
+BYTES = CodeForm("bounded", np.int8, 128, 127.0, False, True, _top, decode_torch, dequantize)
+PACKED = CodeForm("bounded", np.int8, 8, 7.0, True, True, _top, decode_torch, dequantize)

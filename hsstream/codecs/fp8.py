@@ -15,18 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from hsstream.codecs import backend
-from hsstream.codecs.backend import LEAST_POWER, MOST_POWER
+from hsstream.codecs.backend import LEAST_POWER
 from hsstream.codecs.base import Codes, EscapeSink, RowWriter, ScaledCodec
 from hsstream.codecs.rows import CodeForm, CodeRows, ValueRows
 from hsstream.errors import SampleError
 
 #: Biased exponent of the first power-of-two scale with which the code of 256 overflows the dtype.
 TOP_EXPONENT = {torch.float16: 127 + 8, torch.bfloat16: 127 + 120, torch.float32: 127 + 120}
-
-#: Values that `_decode_words` takes at once: its words stay in the cache, and calls are few.
-WORDS_STEP = 1 << 17
-#: Bits of the bfloat16 of k * 2^-9, the value of the denormal code k, less those of 2^-7.
-DENORMAL = np.array([0, -256, -128, -64, 0, 32, 64, 96], np.int16)
 
 
 class Fp8(ScaledCodec):
@@ -131,54 +126,42 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 
 def decode_torch(codes: NDArray[np.uint8], scales: NDArray[np.float32], target: torch.Tensor) -> None:
     """Checked codes [R, V, H] and scales [R, V] into `target` [R, V, H]; see `_decode_words` for bfloat16."""
-    bits = scales.view(np.uint32)
-    powers = (bits >> 23).astype(np.int16) - np.int16(127)
-    plain = not (bits & 0x7FFFFF).any() and powers.min() >= LEAST_POWER and powers.max() <= MOST_POWER
-    if plain and target.dtype == torch.bfloat16:
-        _decode_words(codes, (powers + np.int16(120)) << 7, target.view(torch.int16).numpy())
+    if target.dtype == torch.bfloat16 and _scale_words(scales):
+        _decode_words(codes, scales * np.float32(2.0**120), target)
         return
     for part in backend.steps(target):
         bytes_RVH, steps_RV = torch.from_numpy(codes[part].copy()), torch.from_numpy(scales[part].copy())
         target[part] = dequantize(bytes_RVH, steps_RV, target.dtype)
 
 
-def _decode_words(codes: NDArray[np.uint8], bases: NDArray[np.int16], out: NDArray[np.int16]) -> None:
-    """Codes [R, V, H] times 2^power as bits of bfloat16; bases [R, V]: power + 120, where the exponent is.
+def _scale_words(scales: NDArray[np.float32]) -> bool:
+    """Whether `_decode_words` is exact: powers of two up to 2^7, and a thread that keeps denormal numbers."""
+    bits = scales.view(np.uint32)
+    least, most = ((int(each) >> 23) - 127 for each in (bits.min(), bits.max()))
+    within = least >= LEAST_POWER and most <= 7 and not (bits & 0x7FFFFF).any()
+    return bool(within and np.float32(2.0**-130) * np.float32(2.0) > 0)
 
-    By NumPy, whose 16-bit integers are faster than torch's products of bfloat16. The bits of a normal code,
-    moved up by 4, are those of its bfloat16 but for the exponent's bias; the others are put right one by one.
+
+def _decode_words(codes: NDArray[np.uint8], factors: NDArray[np.float32], target: torch.Tensor) -> None:
+    """Codes [R, V, H] times scales as bfloat16 [R, V, H]; factors [R, V]: scales * 2^120.
+
+    The bits of a code, moved up by 4, are a bfloat16 of 2^-120 times its value; denormal codes are denormal
+    there too. In NumPy, whose 16-bit integers are faster than torch's, up to the product.
     """
-    step = max(1, WORDS_STEP // codes[0].size)
-    memory = np.empty((step, *codes.shape[1:]), np.int16)
-    for start in range(0, len(codes), step):
-        part = slice(start, start + step)
-        words = memory[: len(codes) - start]
-        np.copyto(words, codes[part].view(np.int8))
-        np.multiply(words, 16, out=words)
-        np.bitwise_and(words, -0x7810, out=words)
-        np.add(words, bases[part, :, None], out=out[part])
-    small = _places(codes & np.uint8(0x78) == 0)
-    if len(small):
-        places = np.unravel_index(small, codes.shape)
-        found = codes[places]
-        size = found & np.uint8(7)
-        word = np.where(size > 0, DENORMAL[size] + bases[places[:-1]], 0)
-        out[places] = word | (found & np.uint8(0x80)).astype(np.int16) << 8
+    words = np.multiply(codes.view(np.int8), 16, dtype=np.int16)
+    np.bitwise_and(words, -0x7810, out=words)
+    small, factor = torch.from_numpy(words).view(torch.bfloat16), torch.from_numpy(factors).bfloat16()
+    rows = backend.serial_rows(target)
+    operands = (small, factor.unsqueeze(-1), target)
+    for value, scale, out in zip(*(torch.split(each, rows) for each in operands), strict=True):
+        torch.mul(value, scale, out=out)
 
 
-def _places(wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Where a mask is set, flat and ascending; eight values at a time, since few are."""
-    flat = wanted.reshape(-1)
-    end = len(flat) // 8 * 8
-    eights = np.flatnonzero(flat[:end].view(np.uint64) != 0)[:, None] * 8 + np.arange(8)
-    places = np.concatenate([eights.reshape(-1), np.arange(end, len(flat))])
-    found: NDArray[np.int64] = places[flat[places]]
-    return found
+def _top(codes: NDArray[np.uint8], axis: int | None = None) -> NDArray[np.uint8]:
+    """The largest magnitude: that of the largest code without a sign or of the largest with one."""
+    unsigned = np.maximum(codes.view(np.int8).max(axis), 0).astype(np.uint8)
+    top: NDArray[np.uint8] = np.maximum(codes.max(axis) & np.uint8(0x7F), unsigned)
+    return top
 
 
-def _magnitudes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    low: NDArray[np.uint8] = codes & np.uint8(0x7F)
-    return low
-
-
-FORM = CodeForm("fp8", np.uint8, 0x7F, 448.0, False, False, _magnitudes, decode_torch, dequantize)
+FORM = CodeForm("fp8", np.uint8, 0x7F, 448.0, False, False, _top, decode_torch, dequantize)

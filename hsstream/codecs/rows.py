@@ -28,8 +28,8 @@ class CodeForm:
     dtype: NumPy dtype under which kernels take the codes; bad: the first magnitude no encoder writes;
     largest: the value of the one before; packed: two 4-bit codes a byte; escapes: whether blocks may have
     extras.
-    magnitudes(codes) -> uint8 of the same shape; decode(codes uint8 [R, V, H], scales [R, V], target)
-    is the torch form, dequantize(codes, scales, dtype) the device form, both of unpacked codes.
+    top(codes, axis=None) -> uint8, the largest magnitude; decode(codes uint8 [R, V, H], scales [R, V],
+    target) is the torch form, dequantize(codes, scales, dtype) the device form, both of unpacked codes.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CodeForm:
     largest: float
     packed: bool
     escapes: bool
-    magnitudes: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+    top: Callable[..., NDArray[np.uint8]]
     decode: Callable[[NDArray[np.uint8], NDArray[np.float32], torch.Tensor], None]
     dequantize: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 
@@ -70,12 +70,11 @@ class CodeForm:
             return backend.OK
         if not (scales.min() > 0 and scales.max() < np.inf):
             return backend.BAD_SCALE
-        sizes = self.magnitudes(codes)
-        if sizes.max() >= self.bad:
+        if self.top(codes) >= self.bad:
             return backend.BAD_CODE
         if float(scales.max()) * self.largest < backend.CERTAINLY_FINITE[deliver]:
             return backend.OK
-        tops = sizes.max(axis=-1)
+        tops = self.top(codes, axis=-1)
         largest = self.dequantize(torch.from_numpy(tops[..., None]), torch.from_numpy(scales.copy()), deliver)
         return backend.OVERFLOW if bool(torch.isinf(largest).any()) else backend.OK
 

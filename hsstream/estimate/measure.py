@@ -17,9 +17,9 @@ from hsstream.decoding import read_tensor
 from hsstream.encoding import Record, encode, seal
 from hsstream.errors import SampleError
 from hsstream.estimate.draw import ENOUGH_TOKENS
-from hsstream.estimate.numbers import CODECS, TOP_K, shown
+from hsstream.estimate.numbers import CODECS, TOP_K
 from hsstream.estimate.result import Estimate, Rung
-from hsstream.presets import PRESETS, check_codec, codec_for
+from hsstream.presets import PRESETS, check_codec, codec_for, codec_text
 from hsstream.sample import HIDDEN_STATES, Sample
 from hsstream.schema import schema_of
 from hsstream.table import TAR_BLOCK
@@ -72,8 +72,8 @@ def cases_for(codecs: Iterable[str | Mapping[str, str]] = ()) -> list[Case]:
         found.append(Case(name, codec, compression or None))
     for own in codecs:
         check_codec(own)
-        if all(shown(own) != case.name for case in found):
-            found.append(Case(shown(own), own))
+        if all(codec_text(own) != case.name for case in found):
+            found.append(Case(codec_text(own), own))
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from hsstream.codecs import parse_codec
 from hsstream.errors import SampleError
 from hsstream.estimate.result import Estimate, Rung
-from hsstream.presets import PRESETS, check_codec, codec_for
+from hsstream.presets import PRESETS, check_codec, codec_for, codec_text
 from hsstream.sample import HIDDEN_STATES
 
 #: Bytes of bf16 at 2,880 values a vector, by tools/sizes.py: captured layers, last state.
@@ -57,7 +57,7 @@ def from_numbers(
     for own in codecs:
         check_codec(own)
         aux, last = (codec_for(name, own) for name in HIDDEN_STATES)
-        chosen.setdefault(shown(own), (aux, last))
+        chosen.setdefault(codec_text(own), (aux, last))
     rungs = []
     for name, (aux, last) in chosen.items():
         teacher = TOP_K_BYTES if name == "sparse" else vector * _ratio(last, 1)
@@ -66,13 +66,6 @@ def from_numbers(
         rungs.append(Rung(name, nbytes, nbytes / (vector * vectors)))
     basis = "reference ratios, measured on SmolLM2-135M"
     return Estimate(basis, tokens, vector * vectors, rungs)
-
-
-def shown(codec: str | Mapping[str, str]) -> str:
-    """A codec as the command line takes it."""
-    if isinstance(codec, str):
-        return codec
-    return ",".join(f"{name.partition('_hidden_state')[0]}={chosen}" for name, chosen in codec.items())
 
 
 def _ratio(codec: str, column: int, layer: int = 0, layers: int = 1) -> float:

@@ -15,6 +15,7 @@ from hsstream.errors import HsStreamError, SampleError
 from hsstream.packing.convert import Converter
 from hsstream.packing.job import Job
 from hsstream.packing.opening import check_job
+from hsstream.presets import codec_text
 from hsstream.sample import DTYPE_NAMES, HIDDEN_STATES, prepare_sample
 from hsstream.schema import schema_of
 from hsstream.sources.base import Item, SourceFile
@@ -99,9 +100,7 @@ def project(job: Job, store: Store | None = None) -> Projection:
         mean_tokens=sums.tokens / sums.samples,
         padding=1 - sums.tokens / sums.rows,
         tensors=tensors,
-        codec=job.codec
-        if isinstance(job.codec, str)
-        else ", ".join(f"{n}={c}" for n, c in job.codec.items()),
+        codec=codec_text(job.codec),
         stored_bytes=round(sums.stored / sums.source * total),
         free=None if store is None else store.free_bytes(),
         bad=len(bad),

@@ -96,10 +96,37 @@ def test_a_vector_is_refused_exactly_when_a_value_overflows(
             write(*arguments)
 
 
-@pytest.mark.parametrize("most", [119, 120])
+@pytest.mark.parametrize("most", [7, 8, 119, 120])
 @pytest.mark.parametrize("least", [-117, -118])
 def test_every_code_times_every_power_of_two(least: int, most: int, form: str) -> None:
-    """By the integers of 16 bits, at whose ends the general form takes over."""
+    """In 16 bits, at whose ends the general form takes over."""
+    check_powers(least, most)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_torch_never_divides_a_block_among_its_threads(
+    threads: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(backend, "PARALLEL", 1000)
+    largest, known = [0], torch.mul
+    monkeypatch.setattr(torch, "mul", lambda *a, **k: largest.append(a[0].numel()) or known(*a, **k))
+    check_powers(-100, 7)
+    assert (max(largest) <= 1000) == (threads > 1 or form == "kernel")
+
+
+def test_a_thread_that_flushes_denormal_numbers_decodes_them(form: str) -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormal numbers")
+    try:
+        assert torch.tensor(2.0**-130) * 2 == 0
+        check_powers(-117, 7)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def check_powers(least: int, most: int) -> None:
+    """All codes of fp8 at the scales 2^least to 2^most, in rows that do not lie side by side."""
     codes, exact = meaning("fp8")
     scales = torch.tensor(2.0).double().pow(torch.arange(least, most + 1)).float()
     expected = (exact * scales.unsqueeze(1)).bfloat16()
