@@ -3,8 +3,9 @@
 In: batches of a worker, whose large tensors lie in a `SharedPool`. Out: the same batches in the process that
 takes them, over the same memory. torch copies every tensor into a fresh shared file, whose pages cost more
 than decoding; here nothing is copied, and memory is lent again when the other process lets go of it. What is
-small travels with the message; what is large and lies elsewhere is left to torch. Refused: a batch whose
-worker ended before it was taken (StorageError).
+small is copied, by way of the first slab of the batch: the pipe of a queue takes 64 KB at a time. What is
+large and lies elsewhere is left to torch. Refused: a batch whose worker ended before it was taken
+(StorageError).
 
 A slab is an anonymous file (memfd) without a name that could be left over, and not counted against /dev/shm.
 The other process opens it through /proc while the worker, which keeps it until it is let go of, lives.
@@ -16,6 +17,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -29,8 +31,26 @@ from hsstream.batch import Batch, Quantized
 from hsstream.errors import StorageError
 from hsstream.memory import SMALLEST, Slab, SlabPool
 
-#: In front of the bytes of a slab. Its first byte is set while another process refers to them.
-PAGE = mmap.PAGESIZE
+#: In front of the bytes of a slab: a byte that is set while another process refers to them, and behind the
+#: page of that, room for small tensors. What is not written takes no memory.
+FRONT = mmap.PAGESIZE + (1 << 20)
+
+
+@dataclass(frozen=True)
+class _Front:
+    """The bytes in front of a slab, seen from either side."""
+
+    data: NDArray[np.uint8]
+
+    @property
+    def flag(self) -> NDArray[np.uint8]:
+        """Its one byte."""
+        return self.data[:1]
+
+    @property
+    def room(self) -> NDArray[np.uint8]:
+        """Small tensors, one after another."""
+        return self.data[mmap.PAGESIZE :]
 
 
 @dataclass
@@ -38,7 +58,7 @@ class _Shared:
     """What a worker knows of a slab. sent: since it was lent last."""
 
     descriptor: int
-    flag: NDArray[np.uint8]
+    front: _Front
     sent: bool = False
 
 
@@ -48,18 +68,18 @@ class SharedPool(SlabPool):
     def _new(self, size: int) -> Slab:
         descriptor = os.memfd_create("hsstream", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(descriptor, PAGE + size)
-            whole = np.frombuffer(mmap.mmap(descriptor, PAGE + size), np.uint8)
+            os.ftruncate(descriptor, FRONT + size)
+            whole = np.frombuffer(mmap.mmap(descriptor, FRONT + size), np.uint8)
         except BaseException:
             os.close(descriptor)
             raise
-        slab = whole[PAGE:]
-        _slabs[slab.ctypes.data] = _Shared(descriptor, whole[:1])
+        slab = whole[FRONT:]
+        _slabs[slab.ctypes.data] = _Shared(descriptor, _Front(whole[:FRONT]))
         weakref.finalize(slab, _forget, slab.ctypes.data).atexit = False
         return slab
 
     def _is_free(self, slab: Slab) -> bool:
-        return not _slabs[slab.ctypes.data].flag[0]
+        return not _slabs[slab.ctypes.data].front.flag[0]
 
     def _lend(self, slab: Slab) -> None:
         _slabs[slab.ctypes.data].sent = False
@@ -94,77 +114,114 @@ class _Ticket:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def taken(self) -> torch.Tensor:
-        """The tensor; StorageError where the worker is gone."""
+    def taken(self) -> tuple[torch.Tensor, _Front]:
+        """The tensor, and what is in front of its slab; StorageError where the worker is gone."""
         try:
             whole = self._mapped()
         except OSError as error:
             text = f"a batch of worker process {self.process} cannot be taken, has it ended? {error}"
             raise StorageError(text) from None
-        view = whole[PAGE:]
-        weakref.finalize(view, _release, whole[:1]).atexit = False
-        return torch.from_numpy(view).view(self.dtype).view(self.shape)
+        view, front = whole[FRONT:], _Front(whole[:FRONT])
+        weakref.finalize(view, _release, front).atexit = False
+        return torch.from_numpy(view).view(self.dtype).view(self.shape), front
 
     def _mapped(self) -> NDArray[np.uint8]:
         descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_ino != self.inode:
                 raise OSError("another file has its place")
-            return np.frombuffer(mmap.mmap(descriptor, PAGE + self.nbytes), np.uint8)
+            return np.frombuffer(mmap.mmap(descriptor, FRONT + self.nbytes), np.uint8)
         finally:
             os.close(descriptor)
 
 
-def _release(flag: NDArray[np.uint8]) -> None:
-    flag[0] = 0
+def _release(front: _Front) -> None:
+    front.flag[0] = 0
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A small tensor."""
+    """A small tensor. data: its bytes, or where they begin in the room of the first slab of the batch."""
 
-    data: bytes
+    data: bytes | int
+    nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def taken(self) -> torch.Tensor:
-        """The tensor."""
-        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
+    def taken(self, fronts: list[_Front]) -> torch.Tensor:
+        """The tensor, in memory of its own."""
+        if isinstance(self.data, int):
+            copied = fronts[0].room[self.data : self.data + self.nbytes].copy()
+        else:
+            copied = np.frombuffer(bytearray(self.data), np.uint8)
+        return torch.from_numpy(copied).view(self.dtype).view(self.shape)
 
 
 _sending = threading.Lock()
 
 
-def _packed(value: Any) -> Any:
-    if isinstance(value, Quantized):
-        return value.map(_packed)
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.is_contiguous():
-        return value
-    shared = _slabs.get(value.data_ptr())
-    with _sending:
-        if shared is not None and not shared.sent:
-            shared.sent, shared.flag[0] = True, 1
-            inode = os.fstat(shared.descriptor).st_ino
-            place = (os.getpid(), shared.descriptor, inode, value.nbytes)
-            return _Ticket(*place, tuple(value.shape), value.dtype)
-    if 0 < value.nbytes < SMALLEST:
-        data = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _Copy(data, tuple(value.shape), value.dtype)
-    return value
+class _Parcel:
+    """What a batch is packed into: the slabs of its large tensors, the bytes used in front of the first."""
+
+    def __init__(self) -> None:
+        self.slabs: list[_Shared] = []
+        self._used = 0
+
+    def large(self, value: Any) -> Any:
+        """A ticket for a tensor over a slab; anything else as it is."""
+        if not _is_plain(value):
+            return value
+        shared = _slabs.get(value.data_ptr())
+        with _sending:
+            if shared is None or shared.sent:
+                return value
+            shared.sent, shared.front.flag[0] = True, 1
+        self.slabs.append(shared)
+        inode = os.fstat(shared.descriptor).st_ino
+        place = (os.getpid(), shared.descriptor, inode, value.nbytes)
+        return _Ticket(*place, tuple(value.shape), value.dtype)
+
+    def small(self, value: Any) -> Any:
+        """A copy of a small tensor; anything else as it is."""
+        if not _is_plain(value) or not 0 < value.nbytes < SMALLEST:
+            return value
+        data = value.detach().reshape(-1).view(torch.uint8).numpy()
+        start, stop = self._used, self._used + len(data)
+        if not self.slabs or stop > len(self.slabs[0].front.room):
+            return _Copy(data.tobytes(), len(data), tuple(value.shape), value.dtype)
+        self.slabs[0].front.room[start:stop] = data
+        self._used = stop
+        return _Copy(start, len(data), tuple(value.shape), value.dtype)
 
 
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, Quantized):
-        return value.map(_unpacked)
-    return value.taken() if isinstance(value, (_Ticket, _Copy)) else value
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_contiguous()
+
+
+def _each(items: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Items with `change` applied to each, and to each part of what is left as codes."""
+    return {n: v.map(change) if isinstance(v, Quantized) else change(v) for n, v in items.items()}
 
 
 def _sent(batch: Batch) -> tuple[Any, ...]:
-    return _received, ({name: _packed(value) for name, value in batch.items()}, batch.__dict__)
+    parcel = _Parcel()
+    return _received, (_each(_each(batch, parcel.large), parcel.small), batch.__dict__)
 
 
 def _received(items: dict[str, Any], attributes: dict[str, Any]) -> Batch:
-    batch = Batch((name, _unpacked(value)) for name, value in items.items())
+    fronts: list[_Front] = []
+
+    def large(value: Any) -> Any:
+        if not isinstance(value, _Ticket):
+            return value
+        tensor, front = value.taken()
+        fronts.append(front)
+        return tensor
+
+    def small(value: Any) -> Any:
+        return value.taken(fronts) if isinstance(value, _Copy) else value
+
+    batch = Batch(_each(_each(items, large), small))
     batch.__dict__.update(attributes)
     return batch
 

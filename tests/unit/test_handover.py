@@ -106,6 +106,40 @@ def test_memory_over_the_limit_is_let_go_of() -> None:
     assert (mappings(), descriptors()) == before
 
 
+def test_what_is_small_travels_in_front_of_a_slab_and_is_the_receivers_own() -> None:
+    pool = SharedPool(1 << 30)
+    batch = made(pool)
+    batch["input_ids"] = torch.arange(SMALLEST // 8 - 1)
+    batch["loss_mask"] = torch.arange(5) % 2 == 0
+    message = sent(batch)
+    assert len(message) < 2000
+    expected = {name: batch[name].clone() for name in ("input_ids", "loss_mask", "lengths")}
+    other = received(message)
+    del batch
+    other = {name: other[name] for name in expected}  # the slab is let go of, and lent again
+    again = made(pool, 2)
+    again["input_ids"] = torch.zeros(SMALLEST // 8 - 1, dtype=torch.int64)
+    second = received(sent(again))
+    assert all(torch.equal(other[name], value) for name, value in expected.items())
+    other["input_ids"].fill_(9)
+    assert int(second["input_ids"].sum()) == 0
+
+
+def test_what_finds_no_room_in_front_of_a_slab_travels_with_the_message() -> None:
+    batch = made(SharedPool(1 << 30))
+    small = {f"t{number}": torch.full((SMALLEST - 1,), number, dtype=torch.uint8) for number in range(7)}
+    batch.update(small)
+    message = sent(batch)
+    assert 4 * SMALLEST - 2000 < len(message) < 4 * SMALLEST + 5000  # three fit, beside the lengths
+    other = received(message)
+    assert all(torch.equal(other[name], value) for name, value in small.items())
+
+
+def test_a_batch_without_a_slab_travels_whole() -> None:
+    other = received(sent(Batch(lengths=torch.tensor([3]), keys=["a"])))
+    assert (other["lengths"].tolist(), other["keys"]) == ([3], ["a"])
+
+
 def test_a_batch_sent_twice_is_copied_the_second_time() -> None:
     pool = SharedPool(1 << 30)
     batch = made(pool)
@@ -163,7 +197,7 @@ def test_a_batch_of_a_worker_that_is_gone_is_a_typed_error() -> None:
     message = sent(made(pool))
     other = sent(made(pool))
     for shared in handover._slabs.values():
-        shared.flag[0] = 0
+        shared.front.flag[0] = 0
     del pool
     gc.collect()
     with pytest.raises(StorageError, match=r"worker process \d+ cannot be taken"):
