@@ -44,7 +44,7 @@ class PlainTensor:
     spec: TensorSpec
     rows: int
     rows_per_block: int
-    blocks: list[list[bytes]]
+    blocks: list[list[Buffer]]
     extras: list[list[int]]
     row_runs: NDArray[np.int64] | None = None
 
@@ -173,7 +173,7 @@ def rows_per_block(spec: TensorSpec, rows: int) -> int:
 
 def _encode_member(
     spec: TensorSpec, codec: Codec, values: torch.Tensor, per_block: int
-) -> tuple[list[bytes], list[int]]:
+) -> tuple[list[Buffer], list[int]]:
     """One member [R, V, H] to plain blocks, by its own codec; on a device whole, on the host by blocks."""
     blocks, extras = [], []
     rows = values.shape[0]
@@ -259,8 +259,10 @@ def _to_host(codes: Codes) -> Codes:
     return Codes(*(None if part is None else part.cpu() for part in parts))  # type: ignore[arg-type]
 
 
-def _plain_block(spec: TensorSpec, codes: Codes, first: int, last: int) -> tuple[bytes, int]:
+def _plain_block(spec: TensorSpec, codes: Codes, first: int, last: int) -> tuple[Buffer, int]:
     """Scales, codes and extras of rows [first, last), in this order."""
+    if codes.plain is not None and (first, last) == (0, len(codes.codes)):
+        return codes.plain, 0
     extra = spec.codec.pack_extras(codes, first, last)
     arranged = spec.codec.arrange(codes.codes.numpy()[first:last])
     parts: list[Buffer] = [np.ascontiguousarray(arranged).data, extra]

@@ -76,13 +76,15 @@ class Codes:
 
     codes: uint8 [R, row_bytes]; scales: float32 [R, V], None for codecs without scales;
     escape_positions: int64 [N], ascending flat positions in [R, V, H], and escape_values [N] in the
-    source dtype: the values no code can hold, None for codecs without escapes.
+    source dtype: the values no code can hold, None for codecs without escapes. plain: the bytes of scales and
+    codes as a block has them, where they lie like that in memory and there is nothing else to say.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
     escape_positions: torch.Tensor | None = None
     escape_values: torch.Tensor | None = None
+    plain: memoryview | None = None
 
 
 class Codec(ABC):
