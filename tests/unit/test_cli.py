@@ -463,8 +463,10 @@ def test_a_reader_that_goes_away_ends_it_quietly(root: Path) -> None:
 
 def test_ctrl_c_ends_it_quietly() -> None:
     script = (
-        "import signal, sys, hsstream.cli as c\n"
-        "c.info.describe = lambda *_: (print('ready', flush=True), signal.pause())\n"
+        "import signal, sys, time, hsstream.cli as c\n"
+        # Who runs the tests in the background of a shell has them ignore it, and so their children.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "c.info.describe = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
         "c.info.open_root = lambda *_: None\n"
         "sys.exit(c.main(['info', 'x']))\n"
     )
