@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 Slab = NDArray[np.uint8]
-#: Slabs begin with a cache line, so that kernels can write whole ones.
+#: Bytes of a cache line. Slabs begin with one, so that kernels can write whole ones.
 LINE = 64
 #: Slabs are a multiple of this, so that batches of nearly one size share them.
 GRAIN = 1 << 20

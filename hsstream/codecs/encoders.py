@@ -196,8 +196,8 @@ def _encode_bounded(
                 place = (row * scales.shape[1] + vector) * padded
                 count = _take_escapes(source, whole, most, place, places, exact, count)
             scales[row, vector] = step if top < U32(INFINITE) else F32(np.inf)
-            place = (row * scales.shape[1] + vector) * size
-            _store_codes(piece(whole, 0, width), piece(codes, place, size), packed)
+            target = piece(codes, (row * scales.shape[1] + vector) * size, size)
+            _store_codes(piece(whole, 0, width), target, packed)
     return count
 
 

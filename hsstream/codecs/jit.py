@@ -24,6 +24,8 @@ from numba.extending import overload as overload
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
 
+from hsstream.memory import LINE
+
 # Integer operations widen to 64 bits in numba: what is cast back to 32 at once is vectorised as 32 bits.
 I32, I16, U32, U16, U8, F32 = np.int32, np.int16, np.uint32, np.uint16, np.uint8, np.float32
 
@@ -90,9 +92,6 @@ def _piece(typing_context: Any, array: Any, start: Any, length: Any) -> Any:  # 
 
 
 piece: Any = intrinsic(_piece)
-
-#: Bytes of a cache line, of which `stream` writes whole ones.
-LINE = 64
 
 
 def _stream_line(typing_context: Any, row: Any, place: Any, flat: Any, first: Any) -> Any:  # noqa: ARG001

@@ -30,7 +30,6 @@ from hsstream.codecs.jit import (
     I16,
     I32,
     INFINITE,
-    LINE,
     SIZE,
     U8,
     U16,
@@ -53,6 +52,7 @@ from hsstream.codecs.jit import (
     types,
     writable,
 )
+from hsstream.memory import LINE
 
 #: Targets of so many bytes are in no cache when they are used.
 PAST_CACHES = 8 << 20

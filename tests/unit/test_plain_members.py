@@ -16,8 +16,8 @@ from hsstream import blocks, decoding
 from hsstream.blocks import digest, digest_address
 from hsstream.codecs import backend, kernels, parse_codec
 from hsstream.codecs.base import Part, PlainMembers, RowWriter, ScaledCodec
-from hsstream.codecs.jit import LINE
 from hsstream.errors import CorruptDataError
+from hsstream.memory import LINE
 from hsstream.storage.local import LocalStore
 
 NOTHING = memoryview(b"")

@@ -74,11 +74,11 @@ def measure(folder: str, rounds: int) -> dict[str, Any]:
         if way == "worker":
             batches = DataLoader(batches, batch_size=None, num_workers=1, persistent_workers=True)
         count = [_count(batches), _count(batches)][-1]
-        for name, step_of in STEP_OF.items():
+        for name, step_for in STEP_FOR.items():
             alone, bare, loading = [], [], []
             for _ in range(rounds):
                 alone.append(_seconds(lambda batches=batches: _count(batches)) / count)
-                step = step_of(alone[-1])
+                step = step_for(alone[-1])
                 bare.append(_seconds(lambda step=step, n=count - FIRST: _steps(range(n), step)))
                 loading.append(_loop(batches, step))
             result[f"{way} {name}"] = {"alone": alone, "bare": bare, "loading": loading}
@@ -134,4 +134,4 @@ def launching_step_of(seconds: float) -> Callable[[], None]:
     return work
 
 
-STEP_OF = {"accelerator": launching_step_of, "cpu": step_of}
+STEP_FOR = {"accelerator": launching_step_of, "cpu": step_of}
