@@ -30,7 +30,10 @@ def add_parser(commands: Commands) -> None:
         "train",
         help=text,
         description=text[0].upper() + text[1:] + ".",
-        epilog="What follows -- goes to the trainer as it is.",
+        epilog="What follows -- is the trainer's own: for specforge the words of `specforge train`, such as "
+        "--config run.yaml (hsstream sets data.hidden_states_path); for speculators those of `speculators "
+        "train` (what it wants at --data-path is made there); for modelopt the path of a training script "
+        "first, examples/speculative_decoding/main.py of its repository, then that script's words.",
     )
     # argparse decides on the class of subparsers; this one keeps its hands off what is behind `--`.
     parser.__class__ = _Passing

@@ -88,7 +88,7 @@ def _check_norm(model: ModelInfo, need: Need) -> None:
         return
     wanted = " or ".join(need.norm)
     if found == "unknown":
-        hint = "record it: hsstream pack and hsstream recode take --last-norm pre or --last-norm post"
+        hint = "record it: hsstream facts ROOT --set last_hidden_norm=pre, or =post"
     elif found == "pre":
         hint = "apply the norm once: hsstream recode --to-post-norm MODEL"
     else:
@@ -136,7 +136,8 @@ def _find_layers(model: ModelInfo, need: Need) -> tuple[int, ...]:
     if model.aux_layer_ids is None or model.layer_id_convention is None:
         raise SchemaMismatchError(
             f"{need.trainer} reads the layers {_listed(need.aux_layers or ())}, the data set does not say "
-            "which it holds: record aux_layer_ids and layer_id_convention"
+            "which it holds: record them, hsstream facts ROOT --set aux_layer_ids=1,14,26 "
+            "--set layer_id_convention=layer_output_0based"
         )
     stored = layer_outputs(model.aux_layer_ids, model.layer_id_convention)
     missing = [layer for layer in wanted if layer not in stored]
@@ -160,6 +161,17 @@ def _shown(ids: Sequence[int] | None, places: Sequence[int]) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+def option(words: Sequence[str], name: str) -> str | None:
+    """What a trainer's option was given last, as `NAME VALUE` or `NAME=VALUE`; None where it is not given."""
+    found = None
+    for number, word in enumerate(words):
+        if word == name and number + 1 < len(words):
+            found = words[number + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def require(module: str, package: str | None = None) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hsstream.errors import SampleError
-from hsstream.trainers.base import require
+from hsstream.trainers.base import option, require
 from hsstream.trainers.modelopt import ModelOptSamples
 from hsstream.trainers.patch import replaced
 
@@ -41,9 +41,12 @@ def launch(roots: Sequence[str], words: Sequence[str], storage_options: dict[str
     utils = require("modelopt.torch.speculative.eagle.utils", "nvidia-modelopt")
     trainer = require("transformers").Trainer
 
+    size = _sample_size(words)
+
     def dataset(dumped_files: Any, answer_only_loss: bool = False, tokenizer: Any = None) -> ModelOptSamples:
         del dumped_files, tokenizer
-        return ModelOptSamples(list(roots), answer_only_loss, storage_options=storage_options)
+        select = None if size is None else slice(size)
+        return ModelOptSamples(list(roots), answer_only_loss, select=select, storage_options=storage_options)
 
     changes = [
         (utils, "OfflineSupervisedDataset", dataset),
@@ -68,10 +71,23 @@ def _binding(init: Any) -> Any:
     return bound
 
 
+def _sample_size(words: Sequence[str]) -> int | None:
+    """How many samples the script shall train on: `data.sample_size` of a recipe or its overrides, or
+    `--sample_size`; None for all. Scripts cut their list of files by it, which is not read here."""
+    config = option(words, "--config")
+    overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
+    if config is not None:
+        size = require("modelopt.recipe").load_recipe(config, overrides=overrides).data.sample_size
+    else:
+        size = int(option(words, "--sample_size") or -1)
+    return size if size > 0 else None
+
+
 def _placed(words: Sequence[str], folder: str) -> list[str]:
     """The script's words with the folder that it shall look into for dumped files."""
     if any(PLACE in word for word in words):
         return [word.replace(PLACE, folder) for word in words]
-    recipe = "--config" in words or any("." in word.partition("=")[0] for word in words[1:] if "=" in word)
+    dotted = any("." in word.partition("=")[0] for word in words[1:] if "=" in word)
+    recipe = dotted or option(words, "--config") is not None
     more = [f"data.offline_data_path={folder}"] if recipe else ["--offline_data_path", folder]
     return [*words, *more]

@@ -6,7 +6,8 @@ In: a root whose last hidden state, where the strategy reads one, was captured a
 refuses; weights that change the number of steps from epoch to epoch.
 
 Its losses are means over all places of a batch, padding included: batches are padded to their longest
-sample, as its collator pads them. Like its loader it takes full batches only.
+sample, as its collator pads them. Like its loaders it takes full batches for training, and every sample for
+evaluation.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class SpecForgeBatches(Stream[Any]):
         max_length: longer samples are cut.
         layers: outputs of decoder layers, counted from 0, that the draft model reads; None: those stored.
         ttt_length: steps that EAGLE-3 unrolls, and the overlap of slices.
+        drop_last: leave out a last batch of fewer samples, on every rank alike. False, for evaluation: it is
+            delivered, and ranks without a batch of their own repeat one.
         usp: this rank's place in sequence parallelism (EAGLE-3 only). Then rank and world_size are those of
             data parallelism, so that all ranks of one sequence get the same samples.
         roots, select, order, storage_options, options: as for HiddenStateDataset.
@@ -123,6 +126,7 @@ class SpecForgeBatches(Stream[Any]):
         select: Select = None,
         order: Order | None = None,
         storage_options: dict[str, Any] | None = None,
+        drop_last: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -135,7 +139,7 @@ class SpecForgeBatches(Stream[Any]):
         places = check(catalog.first.index.info, need(self._strategy, layers, hidden_size, steps))
         rule = Rule(max_length, behind=int(self._strategy.eagle), adjacent=self._strategy.adjacent)
         select, self.dropped = trainable(catalog, select, rule, storage_options)
-        self._full = _samples(catalog, select) // batch_size
+        self._full = _samples(catalog, select) // batch_size if drop_last else None
         self._lengths = _lengths(catalog) if usp is not None else {}
         self.dataset = HiddenStateDataset(
             roots,
@@ -156,12 +160,12 @@ class SpecForgeBatches(Stream[Any]):
         return Batching(batch_size=self._batch_size, pad="longest", max_length=limit, overlong="truncate")
 
     def __len__(self) -> int:
-        return self._full // self.dataset.world_size
+        return len(self.dataset) if self._full is None else self._full // self.dataset.world_size
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.dataset:
             # The last batch may be partial: the step it belongs to is left out on every rank.
-            if batch.state["consumed"] > self._full:
+            if self._full is not None and batch.state["consumed"] > self._full:
                 return
             yield self.serve(batch)
 

@@ -55,8 +55,12 @@ def launch(
         (launcher, "build_offline_runtime", run.build),
     )
     words = list(words) if "train" in words[:1] else ["train", *words]
+    # SpecForge asks for these places before it reads them; the roots stand there, and are read by us.
+    words.append(f"data.hidden_states_path={roots[0]}")
+    if eval_roots:
+        words.append(f"data.eval_hidden_states_path={eval_roots[0]}")
     with replaced(*changes):
-        return int(cli.main([*words, f"data.hidden_states_path={roots[0]}"]))
+        return int(cli.main(words))
 
 
 def _again(
@@ -135,16 +139,32 @@ class _Run:
         usp = settings.pop("use_usp_preprocess", False)
         seed, algorithm = settings.pop("seed", 0), settings["algorithm"]
         made = partial(self._batches, settings, algorithm.name, usp)
+        self._check_evaluation(settings)
         batches = made(self._roots, Order(seed=seed))
         for name in ("hidden_states_path", "eval_hidden_states_path", "eval_data_factory"):
             settings.pop(name, None)
-        evaluation = partial(made, self._eval_roots, Order(shuffle=False)) if self._eval_roots else None
+        evaluation = None
+        if self._eval_roots:
+            evaluation = partial(made, self._eval_roots, Order(shuffle=False, tail="repeat"), drop_last=False)
         trainer = self._assemble(settings, batches, evaluation, seed)
         trainer._loader = batches
         return trainer
 
+    def _check_evaluation(self, settings: dict[str, Any]) -> None:
+        if settings.get("eval_interval") and not self._eval_roots:
+            raise SampleError(
+                "training.eval_interval is set, and data.eval_hidden_states_path is not read here: name the "
+                "data of evaluations by --eval-root ROOT, or set training.eval_interval=0"
+            )
+
     def _batches(
-        self, settings: dict[str, Any], strategy: str, usp: bool, roots: list[str], order: Order
+        self,
+        settings: dict[str, Any],
+        strategy: str,
+        usp: bool,
+        roots: list[str],
+        order: Order,
+        drop_last: bool = True,
     ) -> SpecForgeBatches:
         layers, hidden_size = self._draft or ((), 0)
         rank, world_size, place = _topology(usp)
@@ -161,6 +181,7 @@ class _Run:
             storage_options=self._options,
             rank=rank,
             world_size=world_size,
+            drop_last=drop_last,
             threads=max(1, settings.get("dataloader_num_workers", 0) or 2),
         )
 

@@ -3,7 +3,10 @@
 In: roots and the words of `speculators train`. Out: an exit code. Its loader runs on the backend `hsstream`,
 over the preprocessed data set at `--data-path`; with `stream` its loaders are replaced by packed batches in
 the order of a plan, and no preprocessed data set is needed. Refused: what the adapter refuses, once the draft
-model says which layers it reads.
+model says which layers it reads; options of its command that a data set makes meaningless.
+
+What is made at `--data-path` is made again when the roots have grown; `hsstream.json` there says of what it
+was made. A preprocessed data set of the user's own is left as it is.
 
 Several ranks: `torchrun ... -m hsstream.cli train speculators --root ROOT -- ARGS...`.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import tempfile
 import time
@@ -21,19 +25,26 @@ from typing import Any
 
 import torch
 
-from hsstream.errors import SampleError
+from hsstream.catalog import open_catalog
+from hsstream.errors import SampleError, StorageError
 from hsstream.plan import Order
 from hsstream.selection import Select
 from hsstream.sources.arrow import write_rows
 from hsstream.storage import open_store
-from hsstream.trainers.base import IDS, MASK, Samples, require
+from hsstream.trainers.base import IDS, MASK, Samples, option, require
 from hsstream.trainers.patch import replaced
 from hsstream.trainers.speculators import BACKEND, Backend, register
 from hsstream.trainers.speculators_stream import SpeculatorsBatches, SpeculatorsLoader
 from hsstream.vocab import count_tokens
 
 FREQUENCIES, ROWS = "token_freq.pt", "state.json"
-POLL_SECONDS = 0.5
+#: Of which indexes the files at `--data-path` were made, where hsstream made them.
+ORIGIN = "hsstream.json"
+POLL_SECONDS, WAIT_SECONDS = 0.5, 1800.0
+#: Options that the launcher sets itself.
+OURS = ("--hidden-states-backend", "--hsstream-root", "--hsstream-storage-options")
+
+logger = logging.getLogger("hsstream")
 
 
 def launch(
@@ -51,20 +62,14 @@ def launch(
     train = require("speculators.train.cli", "speculators")
     config = require("speculators.train.config").TrainConfig
     _check_registered()
-    words = [*words, "--hidden-states-backend", BACKEND, "--hsstream-root", json.dumps(list(roots))]
-    if storage_options:
-        words += ["--hsstream-storage-options", json.dumps(storage_options)]
-    if "--on-missing" not in words:
-        # Its default asks a vLLM server for what is missing.
-        words += ["--on-missing", "raise"]
-    resolved = config.resolve(words)
+    resolved = config.resolve(_words(words, roots, storage_options))
     verifier = resolved.verifier
     models = require("speculators.models.utils")
     target = models.get_verifier_config(
         verifier.verifier_name_or_path, trust_remote_code=verifier.trust_remote_code
     )
-    wanted = [FREQUENCIES, *([] if stream else [ROWS])]
-    _ensure_data(Path(resolved.data.data_path), wanted, roots, storage_options, target.vocab_size)
+    data = Preprocessed(Path(resolved.data.data_path), list(roots), storage_options, rows=not stream)
+    data.ensure(target.vocab_size)
     run = _Run(train, list(roots), storage_options, resolved.speculator_type)
     changes: list[tuple[Any, str, Any]] = [(train, "build_draft_model", run.build_draft_model)]
     if stream:
@@ -73,6 +78,23 @@ def launch(
     with replaced(*changes):
         train.main(resolved)
     return 0
+
+
+def _words(words: Sequence[str], roots: Sequence[str], storage_options: dict[str, Any] | None) -> list[str]:
+    """The words of its command with the roots as its backend; refuses those that contradict them."""
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    for name in OURS:
+        if name in given:
+            raise SampleError(f"{name} is set by `hsstream train`: give --root ROOT before the --")
+    named = [*words, "--hidden-states-backend", BACKEND, "--hsstream-root", json.dumps(list(roots))]
+    if storage_options:
+        named += ["--hsstream-storage-options", json.dumps(storage_options)]
+    if "--on-missing" not in given:
+        # Its default asks a vLLM server for what is missing.
+        named += ["--on-missing", "raise"]
+    elif option(words, "--on-missing") == "generate":
+        raise SampleError("--on-missing generate needs a server: choose raise, warn or skip")
+    return named
 
 
 def _check_registered() -> None:
@@ -126,28 +148,81 @@ class _Run:
         return SpeculatorsLoader(batches)
 
 
-def _ensure_data(
-    folder: Path,
-    wanted: Sequence[str],
-    roots: Sequence[str],
-    storage_options: dict[str, Any] | None,
-    vocab_size: int,
-) -> None:
-    """Make what is missing at `--data-path` from the roots: the preprocessed data set, and the counts that
-    the draft vocabulary is made from. What is there is left as it is, and so is a vocabulary made before.
-    One rank makes it; if it fails, torchrun ends the others."""
-    if os.environ.get("RANK", "0") != "0":
-        while not all((folder / name).exists() for name in wanted):
+class Preprocessed:
+    """What speculators wants at `--data-path`: rows of ids and masks, and counts for its draft vocabulary.
+
+    rows: whether the rows are wanted; packed batches of our own do without. Rank 0 makes what is missing, the
+    others wait for it; a vocabulary made before is kept.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        roots: list[str],
+        storage_options: dict[str, Any] | None,
+        rows: bool = True,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
+        self._folder, self._roots, self._options = folder, roots, storage_options
+        self._rows, self._wait_seconds = rows, wait_seconds
+        catalog = open_catalog(roots, storage_options)
+        self._origin = {"indexes": catalog.digests(), "samples": len(catalog.lengths)}
+
+    def ensure(self, vocab_size: int) -> None:
+        """All of it is there, and of these roots, when this returns.
+
+        Raises:
+            StorageError: it cannot be written, or rank 0 has not made it in time.
+        """
+        if os.environ.get("RANK", "0") != "0":
+            self._wait()
+        elif not self._is_complete():
+            self._make(vocab_size)
+
+    def _recorded(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self._folder / ORIGIN).read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _is_complete(self) -> bool:
+        wanted = [FREQUENCIES, *([ROWS] if self._rows else [])]
+        if not all((self._folder / name).exists() for name in wanted):
+            return False
+        recorded = self._recorded()
+        return recorded is None or recorded.get("indexes") == self._origin["indexes"]
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._wait_seconds
+        while not self._is_complete():
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{self._folder}: rank 0 has not made the preprocessed data set in "
+                    f"{self._wait_seconds:g} s: see its log"
+                )
             time.sleep(POLL_SECONDS)
-        return
-    if ROWS in wanted and not (folder / ROWS).exists():
-        write_arrow(roots, folder, storage_options)
-    if not (folder / FREQUENCIES).exists():
-        counts = count_tokens(list(roots), vocab_size, storage_options)
-        buffer = io.BytesIO()
-        torch.save({token: int(n) for token, n in enumerate(counts) if n}, buffer)
-        folder.mkdir(parents=True, exist_ok=True)
-        open_store(folder).put(FREQUENCIES, buffer.getvalue())
+
+    def _make(self, vocab_size: int) -> None:
+        recorded, has_rows = self._recorded(), (self._folder / ROWS).exists()
+        grown = recorded is not None and recorded.get("indexes") != self._origin["indexes"]
+        if grown and recorded is not None:
+            logger.warning(
+                "%s was made of %s samples, the roots have %d now: it is made again",
+                self._folder, recorded.get("samples"), self._origin["samples"],
+            )  # fmt: skip
+        # Rows without a record are the user's own.
+        ours = recorded is not None or not has_rows
+        if self._rows and (grown or not has_rows):
+            write_arrow(self._roots, self._folder, self._options)
+        if grown or not (self._folder / FREQUENCIES).exists():
+            counts = count_tokens(self._roots, vocab_size, self._options)
+            buffer = io.BytesIO()
+            torch.save({token: int(n) for token, n in enumerate(counts) if n}, buffer)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            open_store(self._folder).put(FREQUENCIES, buffer.getvalue())
+        if ours:
+            open_store(self._folder).put(ORIGIN, json.dumps(self._origin).encode())
 
 
 def write_arrow(

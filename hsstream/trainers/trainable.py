@@ -9,6 +9,8 @@ A trainer that skips such a sample, or raises on it, does so on one rank while t
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,8 @@ from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError
 from hsstream.plan import Batching, Order
 from hsstream.selection import Select, select_samples
+
+logger = logging.getLogger("hsstream")
 
 Bools = NDArray[np.bool_]
 MASKS_AT_ONCE = 1 << 20
@@ -65,6 +69,13 @@ def trainable(
         )
     keys = catalog.keys
     dropped = {"untrainable": int((~kept).sum())}
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%d of %d samples are left out: in the part of them that is read there are no supervised tokens "
+            "that the trainer learns from",
+            dropped["untrainable"],
+            len(numbers),
+        )
     if len(set(keys)) != len(keys):
         return numbers[kept], dropped
     # By key where that is possible: it means the same when the root has grown in the meantime.

@@ -10,6 +10,7 @@ from typing import Any
 
 import modelopt.torch.speculative as mtsp
 import modelopt.torch.speculative.eagle.utils as eagle_utils
+import modelopt_recipes
 import pytest
 import torch
 import transformers
@@ -206,6 +207,35 @@ def test_a_training_script_runs_on_a_root(dumped: tuple[list[Path], Path], tmp_p
     assert json.loads((tmp_path / "losses.json").read_text()) == losses
     assert (sys.argv, sys.path) == (argv, path)
     assert eagle_utils.OfflineSupervisedDataset is OfflineSupervisedDataset
+
+
+RECIPE = """
+from pathlib import Path
+import sys
+from modelopt.recipe import load_recipe
+from modelopt.torch.speculative.eagle.utils import OfflineSupervisedDataset
+import test_modelopt
+
+data = load_recipe(sys.argv[2], overrides=sys.argv[3:]).data
+files = [str(path) for path in Path(data.offline_data_path).rglob("*.pt")]
+if data.sample_size > 0:
+    files = files[: data.sample_size]
+print("samples", len(OfflineSupervisedDataset(files, answer_only_loss=True)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"), [([], 8), (["data.sample_size=3"], 3), (["data.sample_size=100"], 8)]
+)
+def test_as_many_samples_as_the_recipe_says(
+    dumped: tuple[list[Path], Path], tmp_path: Path, words: list[str], samples: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "main.py").write_text(RECIPE)
+    recipe = Path(modelopt_recipes.__path__[0], "general", "speculative_decoding", "eagle3.yaml")
+    command = ["train", "modelopt", "--root", str(dumped[1]), "--", str(tmp_path / "main.py")]
+    assert main([*command, "--config", str(recipe), *words]) == 0
+    assert f"samples {samples}" in capsys.readouterr().out
 
 
 def test_the_script_is_told_where_to_look(tmp_path: Path) -> None:

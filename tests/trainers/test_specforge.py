@@ -274,7 +274,7 @@ def run_config(folder: Path, target: Path, **training: Any) -> Path:
 
 
 def launched(
-    folder: Path, root: Path, *words: str, before: Sequence[str] = ()
+    folder: Path, root: Path, *words: str, before: Sequence[str] = (), eval_root: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`hsstream train specforge` in a process of its own; before: words for Python that start it."""
     command = [
@@ -285,6 +285,7 @@ def launched(
         "specforge",
         "--root",
         str(root),
+        *([] if eval_root is None else ["--eval-root", str(eval_root)]),
     ]
     return subprocess.run(
         [*command, "--", *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
@@ -363,3 +364,42 @@ def test_layers_that_the_draft_model_reads_must_be_stored(tmp_path: Path, target
     assert done.stderr.splitlines()[-1].startswith(
         "hsstream: SpecForge's eagle3 reads the outputs of layers 1"
     )
+
+
+def evaluations(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"'eval/avg_loss': ([0-9.e+-]+)", output)]
+
+
+def test_evaluations_see_every_sample(tmp_path: Path, target: Path) -> None:
+    """As its own command does on the files: the last batch, which is not full, is part of the mean."""
+    write_specforge(tmp_path / "files", made_samples())
+    write_specforge(tmp_path / "held", made_samples((40, 33, 21), seed=7))
+    root = packed(tmp_path / "files", tmp_path / "root", "specforge")
+    held = packed(tmp_path / "held", tmp_path / "held-root", "specforge")
+    # Steps that change nothing, and the whole vocabulary: both judge the weights that they begin with.
+    run = str(run_config(tmp_path, target, max_steps=2, learning_rate=1e-30))
+    draft = json.loads((tmp_path / "draft.json").read_text())
+    (tmp_path / "draft.json").write_text(json.dumps(draft | {"draft_vocab_size": VOCAB}))
+    mine = launched(tmp_path, root, "--config", run, "training.eval_interval=2", eval_root=held)
+    assert mine.returncode == 0, mine.stderr[-3000:]
+    code = "import sys, specforge_on_cpu as s; s.install(); from specforge.cli import main; sys.exit(main())"
+    places = ["data.hidden_states_path=files", "data.eval_hidden_states_path=held", "output_dir=theirs"]
+    places.append("training.eval_interval=2")
+    theirs = subprocess.run(
+        [sys.executable, "-c", code, "train", "--config", run, *places], cwd=tmp_path, capture_output=True,
+        text=True, timeout=300, check=False,
+        env=os.environ | {"SPECFORGE_DEVICE": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert theirs.returncode == 0, theirs.stderr[-3000:]
+    assert len(evaluations(mine.stdout)) == 1
+    assert evaluations(mine.stdout) == pytest.approx(evaluations(theirs.stdout), rel=1e-5)
+
+
+def test_evaluations_without_data_are_refused(tmp_path: Path, target: Path) -> None:
+    write_specforge(tmp_path / "files", made_samples((20, 30)))
+    root = packed(tmp_path / "files", tmp_path / "root", "specforge")
+    run = str(run_config(tmp_path, target))
+    words = ["training.eval_interval=2", "data.eval_hidden_states_path=elsewhere"]
+    done = launched(tmp_path, root, "--config", run, *words)
+    assert done.returncode == 2
+    assert "--eval-root ROOT" in done.stderr.splitlines()[-1]

@@ -28,10 +28,11 @@ from speculators.train.trainer import Trainer, TrainerConfig
 
 from hsstream.catalog import open_catalog
 from hsstream.cli import main
-from hsstream.errors import SampleError, SchemaMismatchError
+from hsstream.errors import SampleError, SchemaMismatchError, StorageError
 from hsstream.plan import Order
 from hsstream.sample import ModelInfo
 from hsstream.sources.base import Options
+from hsstream.trainers.speculators_launch import Preprocessed, _words
 from hsstream.trainers.speculators_stream import SpeculatorsBatches, SpeculatorsLoader
 from hsstream.writer import ShardWriter
 
@@ -307,6 +308,89 @@ def test_its_command_line_trains_on_a_root(
     assert sum(frequencies.values()) == sum(int(each["loss_mask"].sum()) for each in made_samples())
     assert (tmp_path / "data" / "d2t-40.npy").exists()
     assert (tmp_path / "data" / "state.json").exists() != stream
+
+
+def words_for(verifier: str, folder: Path, *more: str) -> list[str]:
+    words = ["--verifier-name-or-path", verifier, "--data-path", str(folder / "data"), "--epochs", "1"]
+    words += ["--save-path", str(folder / "out"), "--log-dir", str(folder / "log"), "--total-seq-len", "120"]
+    words += ["--num-workers", "0", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager"]
+    words += ["--draft-vocab-size", "40", "--train-data-ratio", "0.7", "--ttt-steps", "2"]
+    return [*words, "--full-attention-indices", "0", "--mask-token-id", "0", *more]
+
+
+def rows_at(folder: Path) -> int:
+    return len(datasets.load_from_disk(str(folder / "data")))
+
+
+def test_a_root_that_has_grown_is_trained_on_whole(
+    verifier: str, tmp_path: Path, on_cpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_speculators(tmp_path / "files", made_samples((30, 40, 50)))
+    root = pack_dumps(tmp_path / "files", tmp_path / "root")
+    assert main(["train", "speculators", "--root", str(root), "--", *words_for(verifier, tmp_path)]) == 0
+    assert rows_at(tmp_path) == 3
+    with ShardWriter(
+        root, name="more", codec="planes", model=open_catalog(root, None).first.index.info.model
+    ) as writer:
+        writer.write("one-more", made_samples((20,), seed=9)[0])
+    again = words_for(verifier, tmp_path, "--no-resume-from-checkpoint")
+    assert main(["train", "speculators", "--root", str(root), "--", *again]) == 0
+    assert rows_at(tmp_path) == 4
+    assert "made of 3 samples, the roots have 4 now" in caplog.text
+    frequencies = torch.load(tmp_path / "data" / "token_freq.pt", weights_only=True)
+    assert sum(frequencies.values()) == 15 + 20 + 25 + 10
+
+
+def test_rows_of_the_users_own_are_left_as_they_are(
+    dumped: Files, verifier: str, tmp_path: Path, on_cpu: None
+) -> None:
+    rows = made_samples()[:5]
+    own = datasets.Dataset.from_list(
+        [
+            {"input_ids": each["input_ids"].tolist(), "loss_mask": each["loss_mask"].long().tolist(),
+             "seq_len": len(each["input_ids"])}
+            for each in rows
+        ]
+    )  # fmt: skip
+    own.with_format("torch").save_to_disk(str(tmp_path / "data"))
+    for _ in range(2):
+        words = words_for(verifier, tmp_path, "--no-resume-from-checkpoint")
+        assert main(["train", "speculators", "--root", str(dumped[1]), "--", *words]) == 0
+        assert rows_at(tmp_path) == 5
+    assert not (tmp_path / "data" / "hsstream.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--on-missing=generate"], "needs a server"),
+        (["--on-missing", "generate"], "needs a server"),
+        (["--hidden-states-backend=file"], "set by `hsstream train`"),
+        (["--hsstream-root", "x"], "set by `hsstream train`"),
+    ],
+)
+def test_options_that_a_data_set_makes_meaningless_are_refused(
+    dumped: Files, verifier: str, tmp_path: Path, words: list[str], message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    given = words_for(verifier, tmp_path, *words)
+    assert main(["train", "speculators", "--root", str(dumped[1]), "--", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", [["--on-missing=skip"], ["--on-missing", "warn"]])
+def test_what_is_missing_is_treated_as_the_trainer_is_told(word: list[str]) -> None:
+    assert [each for each in _words(word, ["root"], None) if "on-missing" in each or each == "raise"] == word[
+        :1
+    ]
+
+
+def test_a_rank_does_not_wait_for_ever(
+    dumped: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(StorageError, match="rank 0 has not made"):
+        Preprocessed(tmp_path, [str(dumped[1])], None, wait_seconds=0).ensure(VOCAB)
 
 
 def test_layers_that_the_draft_model_reads_must_be_stored(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import bits, states, write_root
+from samples import bits, states, tensors, write_root
 from torch.utils.data import DataLoader
 
 from hsstream.catalog import open_catalog
@@ -106,8 +106,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, need: dict[str, Any], mess
     ("facts", "need", "message"),
     [
         ({"last_hidden_norm": "pre"}, {}, "--to-post-norm"),
-        ({"last_hidden_norm": None}, {}, "--last-norm pre or --last-norm post"),
-        ({"last_hidden_norm": "unknown"}, {"norm": ("pre", "post")}, "--last-norm"),
+        ({"last_hidden_norm": None}, {}, "hsstream facts ROOT --set last_hidden_norm"),
+        ({"last_hidden_norm": "unknown"}, {"norm": ("pre", "post")}, "hsstream facts"),
         ({"aux_layer_ids": None}, {"aux_layers": (1,)}, "does not say which"),
         ({"layer_id_convention": None}, {"aux_layers": (1,)}, "does not say which"),
         ({"aux_hidden_norm": ("pre", "pre", "post")}, {"aux_layers": (8,)}, "layer 8 was captured after"),
@@ -346,7 +346,7 @@ def test_modelopt_takes_the_models_layers(tmp_path: Path) -> None:
 
 def test_modelopt_refuses_a_norm_that_nobody_knows(tmp_path: Path) -> None:
     made_root(tmp_path, [4], replace(MODEL, last_hidden_norm="unknown"))
-    with pytest.raises(SchemaMismatchError, match="--last-norm"):
+    with pytest.raises(SchemaMismatchError, match="hsstream facts"):
         ModelOptSamples(tmp_path)
 
 
@@ -531,3 +531,18 @@ def test_names_are_replaced_while_a_block_runs_and_put_back() -> None:
 def test_wrong_calls_end_with_two(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_samples_that_are_left_out_are_counted_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {f"s{n}": tensors(6, seed=n) for n in range(5)}
+    for name in ("s1", "s3"):
+        made[name]["loss_mask"] = torch.zeros(6, dtype=torch.bool)
+    catalog = open_catalog(str(write_root(tmp_path, made=made)), None)
+    assert trainable(catalog, None, Rule())[1] == {"untrainable": 2}
+    assert "2 of 5 samples are left out" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "3")
+    trainable(catalog, None, Rule())
+    assert caplog.text == ""
