@@ -9,7 +9,7 @@ itself (FormatError).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,15 +171,21 @@ def index_name(index_digest: str) -> str:
     return f"index-{index_digest}.msgpack"
 
 
-def combine(shards: Iterable[tuple[str, ShardIndex]]) -> DatasetIndex:
-    """Shard indexes to one data set; refuses differing schemas, drops equal duplicates."""
+def combine(
+    shards: Iterable[tuple[str, ShardIndex]], amend: Callable[[DatasetInfo], DatasetInfo] | None = None
+) -> DatasetIndex:
+    """Shard indexes to one data set; refuses differing schemas, drops equal duplicates.
+
+    amend: makes of each shard's data set block what holds at the root (`FactsOverlay.apply`).
+    """
     entries: list[ShardEntry] = []
     tables: list[SampleTable] = []
     info: DatasetInfo | None = None
     for name, index in shards:
-        info = info or index.info
+        said = amend(index.info) if amend else index.info
+        info = info or said
         try:
-            info.require_same(index.info)
+            info.require_same(said)
         except SchemaMismatchError as error:
             error.shard = name
             raise

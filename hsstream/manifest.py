@@ -11,7 +11,7 @@ import errno
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,8 +21,11 @@ from hsstream.errors import (
     StorageError,
     located,
 )
+from hsstream.facts import FACTS, FactsOverlay, check_names
 from hsstream.header import check_version
 from hsstream.index import DatasetIndex, combine, index_name
+from hsstream.sample import ModelInfo
+from hsstream.schema import DatasetInfo
 from hsstream.shard import TAIL_BYTES, ShardIndex, read_index
 from hsstream.storage import Store
 
@@ -47,7 +50,7 @@ def open_dataset(store: Store, index_digest: str | None = None) -> DatasetIndex:
     if index_digest is None:
         manifest = read_manifest(store)
         if manifest is None:
-            return from_shards(store, shard_names(store))
+            return from_shards(store, shard_names(store), overlay=FactsOverlay.read(store))
         index_digest = manifest["index"].removeprefix("index-").removesuffix(".msgpack")
     name = index_name(index_digest)
     with located(shard=name):
@@ -105,6 +108,16 @@ def shard_names(store: Store) -> list[str]:
     return names
 
 
+def sealed_shards(store: Store, overlay: FactsOverlay) -> tuple[dict[str, ShardIndex], DatasetInfo | None]:
+    """The sealed shards at a root, committed or not, and the data set block they agree on; {} and None
+    where there are none."""
+    names = [name for name in store.names() if name.endswith(".tar")]
+    if not names:
+        return {}, None
+    known = read_shard_indexes(store, names)
+    return known, combine(known.items(), overlay.apply).info
+
+
 def read_shard_index(store: Store, name: str) -> ShardIndex:
     """The index of one sealed shard, from its tail."""
     with located(shard=name):
@@ -113,12 +126,18 @@ def read_shard_index(store: Store, name: str) -> ShardIndex:
 
 
 def from_shards(
-    store: Store, names: Sequence[str], known: Mapping[str, ShardIndex] | None = None
+    store: Store,
+    names: Sequence[str],
+    known: Mapping[str, ShardIndex] | None = None,
+    overlay: FactsOverlay | None = None,
 ) -> DatasetIndex:
-    """The data set that these shards make; `known` spares reading indexes again."""
+    """The data set that these shards make; `known` spares reading indexes again.
+
+    overlay: the root's model facts told later; None: the facts are what the shards say.
+    """
     found = dict(known or {})
     found |= read_shard_indexes(store, [name for name in names if name not in found])
-    return combine((name, found[name]) for name in names)
+    return combine(((name, found[name]) for name in names), overlay.apply if overlay else None)
 
 
 def read_shard_indexes(store: Store, names: Sequence[str]) -> dict[str, ShardIndex]:
@@ -148,9 +167,31 @@ def _waiting_lock(store: Store) -> Iterator[None]:
 def commit_all(store: Store, known: Mapping[str, ShardIndex] | None = None) -> DatasetIndex:
     """Index every sealed shard at the root and commit; what `hsstream index ROOT` does."""
     with _waiting_lock(store):
-        for prefix in (MANIFEST, "index-"):
+        for prefix in (MANIFEST, "index-", FACTS):
             store.discard_stale(prefix)  # what a killed commit left
-        index = from_shards(store, shard_names(store), known)
+        index = from_shards(store, shard_names(store), known, FactsOverlay.read(store))
+        commit(store, index)
+    return index
+
+
+def commit_facts(store: Store, settings: Mapping[str, Any], removals: Collection[str] = ()) -> DatasetIndex:
+    """Set and remove model facts of a data set, and commit; what `hsstream facts ROOT` does.
+
+    The shards stay as they are: facts.json at the root says what holds for all of them. Broken off in
+    between, `commit_all` finishes it. settings: fact name -> value, as in `ModelInfo`.
+
+    Raises:
+        SampleError: a fact that does not exist, has a wrong type, or is contradicted by the tensors.
+        SchemaMismatchError: the shards differ in something else than these facts.
+        StorageError: nothing there, or the root cannot be written.
+    """
+    check_names([*settings, *removals])
+    ModelInfo(**settings)
+    with _waiting_lock(store):
+        overlay = FactsOverlay.read(store).changed(settings, removals)
+        index = from_shards(store, shard_names(store), overlay=overlay)
+        index.info.schema.check_facts(index.info.model)
+        store.put(FACTS, overlay.to_bytes())
         commit(store, index)
     return index
 

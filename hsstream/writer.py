@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 from hsstream.appender import Appender, Sealed, ShardLimits
 from hsstream.encoding import PlainRecord, PlainTensor, encode
 from hsstream.errors import HsStreamError, NonFiniteError, SampleError, located
+from hsstream.facts import FactsOverlay
 from hsstream.header import pack, unpack
-from hsstream.index import combine
-from hsstream.manifest import commit_all, read_shard_indexes
+from hsstream.manifest import commit_all, sealed_shards
 from hsstream.presets import check_codec
 from hsstream.runs import reachable_runs
 from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of
 from hsstream.shard import ShardIndex
 from hsstream.space import SpaceGuard
-from hsstream.storage import Store, open_store
+from hsstream.storage import open_store
 from hsstream.table import SampleFacts, facts_of
 from hsstream.teacher import TopKTeacher
 from hsstream.version import WRITER
@@ -138,9 +138,11 @@ class ShardWriter:
         with ExitStack() as stack:
             stack.enter_context(self._store.lock(name))
             self._store.discard_stale(f"{name}-")
-            self._known, self._info = _existing(self._store)
+            overlay = FactsOverlay.read(self._store)
+            self._known, self._info = sealed_shards(self._store, overlay)
             if self._info is not None:
                 if self._model is not None:
+                    self._model = replace(self._model, **overlay.facts)
                     (self._info.model or ModelInfo()).require_same(self._model)
                 self._info.schema.require_codecs(codec, self._store.url)
             self._keys = {key for index in self._known.values() for key in index.table.keys}
@@ -361,15 +363,6 @@ def _with_draft_vocabulary(model: ModelInfo | None, teacher: TopKTeacher | None)
     if teacher.draft_vocab_hash is None:
         return model
     return replace(model or ModelInfo(), draft_vocab_hash=teacher.draft_vocab_hash)
-
-
-def _existing(store: Store) -> tuple[dict[str, ShardIndex], DatasetInfo | None]:
-    """The sealed shards at the root, committed or not, and the data set block they agree on."""
-    names = [name for name in store.names() if name.endswith(".tar")]
-    if not names:
-        return {}, None
-    known = read_shard_indexes(store, names)
-    return known, combine(known.items()).info
 
 
 def _next_number(known: Mapping[str, ShardIndex], name: str) -> int:

@@ -29,6 +29,7 @@ from hsstream.cli import (
     cat,
     estimate,
     export,
+    facts,
     index,
     info,
     pack,
@@ -42,7 +43,7 @@ from hsstream.cli.arguments import Parser
 from hsstream.errors import FormatError, HsStreamError, NonFiniteError, SchemaMismatchError, SourceError
 from hsstream.version import __version__
 
-COMMANDS = (info, verify, index, cat, simulate, estimate, vocab, pack, recode, export, train, audit)
+COMMANDS = (info, facts, verify, index, cat, simulate, estimate, vocab, pack, recode, export, train, audit)
 
 FINE, DATA_FAULT, CALL_FAULT, BROKEN_OFF = 0, 1, 2, 130
 _DATA_ERRORS = (FormatError, SchemaMismatchError, NonFiniteError, SourceError)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hsstream.errors import FormatError, HsStreamError, StorageError
+from hsstream.facts import FACTS, FactsOverlay
 from hsstream.index import DatasetIndex, ShardEntry, combine, index_name
 from hsstream.manifest import MANIFEST, MAX_INDEX_BYTES, read_manifest
 from hsstream.shard import ShardIndex
@@ -33,12 +34,17 @@ class Declared:
     present: bool = False
     manifest: dict[str, Any] | None = None
     index: DatasetIndex | None = None
+    overlay: FactsOverlay = field(default_factory=FactsOverlay)
     findings: list[Finding] = field(default_factory=list)
 
     @classmethod
     def read(cls, store: Store) -> Declared:
         """Both files, as far as they can be read. Raises StorageError where the root does not answer."""
         declared = cls()
+        try:
+            declared.overlay = FactsOverlay.read(store)
+        except FormatError as error:
+            declared.findings.append(Finding.of(error, FACTS))
         try:
             declared.manifest = read_manifest(store)
         except FormatError as error:
@@ -121,11 +127,16 @@ class Declared:
         if len(readable) != len(listed) or not listed:
             return
         try:
-            expected = combine(readable)
+            expected = combine(readable, self.overlay.apply)
         except HsStreamError:
             return  # unlike shards or clashing keys: each is named already
-        same = self.index.info.to_dict() == expected.info.to_dict()
-        if not same or self.index.shards != expected.shards:
+        ours, theirs = self.index.info, expected.info
+        if ours.model != theirs.model and ours.to_dict() | {"model": None} == theirs.to_dict() | {
+            "model": None
+        }:
+            text = f"the model facts are not those of the shards and {FACTS}: {_REBUILD}"
+            yield Finding("manifest_mismatch", text, name)
+        elif ours.to_dict() != theirs.to_dict() or self.index.shards != expected.shards:
             yield Finding("manifest_mismatch", f"the shards listed are not those here: {_REBUILD}", name)
         elif key := _first_difference(self.index, expected):
             yield Finding("manifest_mismatch", f"the index differs from the shards: {_REBUILD}", name, key)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from hsstream.errors import FormatError, SchemaMismatchError, StorageError
+from hsstream.facts import FactsOverlay
 from hsstream.manifest import shard_names
 from hsstream.storage import Store
 from hsstream.verify.declared import Declared
@@ -55,7 +56,7 @@ def verify(
     results = _Run(store, deep, count, progress).check(names, declared)
     report.add(results)
     report.duplicates, clashes = _repeated_keys(results)
-    report.findings += [*clashes, *_unlike(results)]
+    report.findings += [*clashes, *_unlike(results, declared.overlay)]
     report.findings += declared.compare(results)
     return report
 
@@ -127,7 +128,7 @@ def _repeated_keys(results: Sequence[ShardResult]) -> tuple[int, list[Finding]]:
     return duplicates, clashes
 
 
-def _unlike(results: Sequence[ShardResult]) -> list[Finding]:
+def _unlike(results: Sequence[ShardResult], overlay: FactsOverlay) -> list[Finding]:
     """Shards whose data set block is not that of the first; without an index, whose samples differ."""
     wrong = []
     known = [result for result in results if result.info is not None]
@@ -138,7 +139,7 @@ def _unlike(results: Sequence[ShardResult]) -> list[Finding]:
             continue
         try:
             if result.index is not None:
-                first.require_same(result.info)
+                overlay.apply(first).require_same(overlay.apply(result.info))
             else:
                 first.schema.require_same(result.info.schema)
         except SchemaMismatchError as error:

@@ -230,3 +230,19 @@ def test_several_writers_and_one_commit(ceph: Ceph, capsys: pytest.CaptureFixtur
     assert "testsecret" not in capsys.readouterr().out
     assert [name.partition("-")[0] for name in store.names()] == ["a", "b", "index", "manifest.json"]
     assert hs.ShardReader(root, options).keys() == ["x0000", "x0001", "y0000", "y0001"]
+
+
+def test_model_facts_of_a_remote_data_set_are_told_later(ceph: Ceph) -> None:
+    root, options = ceph.root(), ceph.options()
+    write(root, storage_options=options)
+    shards = {name: data for name, data in files(open_store(root, options)).items() if name in SHARDS}
+    words = [f"--storage-option={name}={value}" for name, value in options.items()]
+    assert (
+        main(["facts", root, "--set", "aux_layer_ids=1,14,26", "--set", "last_hidden_norm=post", *words]) == 0
+    )
+    found = hs.ShardReader(root, options).manifest["model"]
+    assert (found["aux_layer_ids"], found["last_hidden_norm"]) == ([1, 14, 26], "post")
+    assert {name: files(open_store(root, options))[name] for name in SHARDS} == shards
+    assert main(["verify", root, "--deep", *words]) == 0
+    write(root, exact_set([20], prefix="t", layers=3, hidden=64), storage_options=options)
+    assert hs.ShardReader(root, options).manifest["model"] == found

@@ -25,7 +25,7 @@ LAYERS = (
     {"header", "batch"},
     {"runs", "table"},
     {"encoding"},
-    {"decoding"},
+    {"decoding", "facts"},
     {"fetch", "shard", "space", "stock"},
     {"appender", "index"},
     {"handover", "manifest", "stream"},
