@@ -64,7 +64,8 @@ def launch(
         verifier.verifier_name_or_path, trust_remote_code=verifier.trust_remote_code
     )
     wanted = [FREQUENCIES, *([] if stream else [ROWS])]
-    _ensure_data(Path(resolved.data.data_path), wanted, roots, storage_options, target.vocab_size)
+    data = resolved.data
+    _ensure_data(Path(data.data_path), wanted, roots, storage_options, target.vocab_size, data.total_seq_len)
     run = _Run(train, list(roots), storage_options, resolved.speculator_type)
     changes: list[tuple[Any, str, Any]] = [(train, "build_draft_model", run.build_draft_model)]
     if stream:
@@ -132,6 +133,7 @@ def _ensure_data(
     roots: Sequence[str],
     storage_options: dict[str, Any] | None,
     vocab_size: int,
+    total_seq_len: int,
 ) -> None:
     """Make what is missing at `--data-path` from the roots: the preprocessed data set, and the counts that
     the draft vocabulary is made from. What is there is left as it is, and so is a vocabulary made before.
@@ -143,7 +145,7 @@ def _ensure_data(
     if ROWS in wanted and not (folder / ROWS).exists():
         write_arrow(roots, folder, storage_options)
     if not (folder / FREQUENCIES).exists():
-        counts = count_tokens(list(roots), vocab_size, storage_options)
+        counts = count_tokens(list(roots), vocab_size, storage_options, total_seq_len)
         buffer = io.BytesIO()
         torch.save({token: int(n) for token, n in enumerate(counts) if n}, buffer)
         folder.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ LAYERS = (
     {"appender", "index"},
     {"handover", "manifest", "stream"},
     {"catalog", "reader", "verify", "writer"},
+    {"supervision"},
     {"dataset", "estimate", "export", "packing", "recode"},
     {"vocab"},
     {"trainers"},
