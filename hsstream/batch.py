@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hsstream.codecs.base import Part, RowWriter, ScaledCodec
 from hsstream.errors import CorruptDataError, SampleError
-from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS
+from hsstream.runs import stored_rows
+from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS, TEACHER_MASK
 from hsstream.schema import Schema, TensorSpec
 
 
@@ -71,6 +73,10 @@ class Quantized:
 
 class Batch(dict[str, Any]):
     """Tensors by name, `attention_mask` [B, T] bool, `lengths` [B] int64, `keys` (list of B strings).
+
+    Where some rows of `last_hidden_state` are not stored (`last_rows="supervised"`), `last_hidden_state_mask`
+    [B, T] bool is True where they are; the others, and padding, are zeros. A supervised token without one
+    must not be learned from.
 
     With `mode="pack"` B is 1 for the tensors, `lengths` and `keys` have an entry a document, and
     `position_ids` [1, T] (restarting at 0), `document_ids` [1, T] (-1 on padding) are added;
@@ -302,20 +308,41 @@ class BatchBuilder:
         for column in columns:
             self._slots[column.spec.name].zero(place.row, place.start + place.tokens, stop)
 
-    def finish(self, keys: list[str], meta: list[dict[str, Any]], extra: Sequence[str]) -> Batch:
-        """The batch, once every row is written. extra: `position_ids`, `document_ids`."""
+    def finish(
+        self,
+        keys: list[str],
+        meta: list[dict[str, Any]],
+        extra: Sequence[str],
+        runs: Sequence[NDArray[np.int64] | None] = (),
+    ) -> Batch:
+        """The batch, once every row is written.
+
+        extra: `position_ids`, `document_ids`, `last_hidden_state_mask`; runs: for the last, the `row_runs` of
+        every sample.
+        """
         batch = Batch({name: slot.delivered() for name, slot in self._slots.items()})
         lengths = torch.from_numpy(np.array([place.tokens for place in self._places], np.int64))
         mask = np.zeros(self._shape, np.bool_)
         for place in self._places:
             mask[place.row, place.start : place.start + place.tokens] = True
         batch.update(attention_mask=torch.from_numpy(mask), lengths=lengths, keys=keys)
-        if extra:
+        if TEACHER_MASK in extra:
+            batch[TEACHER_MASK] = self._stored(mask, runs)
+        if "position_ids" in extra:
             positions, documents = self._documents()
             known = {"position_ids": positions, "document_ids": documents}
-            batch.update({name: known[name] for name in extra})
+            batch.update({name: known[name] for name in extra if name in known})
         batch.meta = meta
         return batch
+
+    def _stored(self, mask: NDArray[np.bool_], runs: Sequence[NDArray[np.int64] | None]) -> torch.Tensor:
+        """`mask`, the tokens of the batch, without those of samples stored in part that have no row."""
+        stored = torch.from_numpy(mask.copy())
+        for place, kept in zip(self._places, runs, strict=True):
+            if kept is not None:
+                rows = stored_rows(kept, range(place.first, place.first + place.tokens))
+                stored[place.row, place.start : place.start + place.tokens] = rows
+        return stored
 
     def _documents(self) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.zeros(self._shape, dtype=torch.int64)

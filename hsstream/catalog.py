@@ -98,6 +98,11 @@ class Catalog:
         return sum(len(source.index.shards) for source in self.sources)
 
     @property
+    def in_part(self) -> bool:
+        """Whether a source stores only some rows of `last_hidden_state`."""
+        return any(source.index.info.last_rows != "all" for source in self.sources)
+
+    @property
     def keys(self) -> list[str]:
         """Key of every sample."""
         return [key for source in self.sources for key in source.index.table.keys]

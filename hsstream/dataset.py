@@ -33,6 +33,7 @@ from hsstream.plan import (
 )
 from hsstream.position import Position, Reader
 from hsstream.ranks import is_distributed, require_equal_ranks, resolve_rank
+from hsstream.sample import TEACHER, TEACHER_MASK
 from hsstream.selection import Select, copy_numbers, filter_samples, select_samples, weighted_epoch
 from hsstream.stats import Clock, StreamStats
 from hsstream.stream import Job, stream
@@ -151,6 +152,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
             raise SampleError(
                 f"no sample is left of {len(catalog.lengths)}: dropped {dropped or 'by select'}"
             )
+        self._in_part = catalog.in_part and TEACHER in {column.spec.name for column in columns}
         self._catalog, self._columns, self.dropped = catalog, columns, dropped
         in_storage_order = self._order.shuffle or any(s.weight != 1 for s in catalog.sources)
         self._samples = np.sort(chosen[kept]) if in_storage_order else chosen[kept]
@@ -322,6 +324,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
         window = _window(self._token_shard, padded)
         cut = [_cut(place, window) for place in places]
         extra = ("position_ids", "document_ids") if packed else ("position_ids",) * bool(self._token_shard)
+        extra += (TEACHER_MASK,) * self._in_part
         return Job(
             requests=tuple(
                 self._catalog.request(int(sample), place.first, place.first + place.tokens, self._columns)

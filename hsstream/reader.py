@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hsstream.decoding import Payload, check_member_size, deliver, read_tensor
+from hsstream.decoding import Payload, check_member_size, deliver, read_tensor, stored_rows_of
 from hsstream.errors import located
 from hsstream.header import Header, TensorHeader
 from hsstream.index import DatasetIndex, check_sample
@@ -80,7 +80,8 @@ class ShardReader:
                 for name, tensor in header.tensors.items()
                 if tensors is None or name in tensors
             }
-            return Sample(header.key, found, header.meta)
+            rows = stored_rows_of({name: header.tensors[name] for name in found}, chosen)
+            return Sample(header.key, found, header.meta, rows)
 
     def _payloads(self, shard: str, number: int, tensor: TensorHeader) -> Callable[[int], Payload]:
         table, first = self._index.table, self._index.info.schema.first_member[tensor.spec.name]

@@ -20,7 +20,7 @@ import torch
 
 from hsstream.catalog import Catalog, Source, open_catalog
 from hsstream.codecs import parse_codec
-from hsstream.decoding import Payload, check_member_size, plain_from_stored, read_tensor
+from hsstream.decoding import Payload, check_member_size, plain_from_stored, read_tensor, stored_rows_of
 from hsstream.encoding import PlainTensor
 from hsstream.errors import SampleError, SchemaMismatchError, located
 from hsstream.header import Header, TensorHeader
@@ -275,7 +275,8 @@ class _Run:
                     ready[name] = plain_from_stored(tensor, payload)
                 else:
                     tensors[name] = read_tensor(tensor, payload, range(header.tokens))
-        return self._writer.prepare(self._all_keys[number], tensors, None, header.meta, ready)
+        rows = stored_rows_of(header.tensors, range(header.tokens))
+        return self._writer.prepare(self._all_keys[number], tensors, None, header.meta, ready, rows)
 
 
 def _payloads(source: Source, shard: str, row: int, tensor: TensorHeader) -> Callable[[int], Payload]:

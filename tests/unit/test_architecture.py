@@ -19,12 +19,13 @@ PACKAGE = Path(__file__).parents[2] / "hsstream"
 #: From the bottom up. Rooms of one layer do not know each other.
 LAYERS = (
     {"decoders", "errors", "version", "memory", "ordered", "stats"},
+    {"model_info"},
     {"blocks", "codecs", "plan", "position", "ranks", "sample", "storage", "weights"},
     {"norm", "presets", "selection", "simulate", "sources", "teacher"},
     {"schema"},
-    {"header", "batch"},
+    {"header"},
     {"runs", "table"},
-    {"encoding"},
+    {"encoding", "batch"},
     {"decoding"},
     {"fetch", "shard", "space", "stock"},
     {"appender", "index"},
