@@ -143,9 +143,12 @@ def prepare_sample(
 
 def zero_rows(value: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
     """Places of the supervised rows of `value` [S, H] that are all zeros, int64 [n]."""
-    # Hardly any row begins with a zero: the rest of the others is not looked at.
-    places = torch.nonzero((value[:, 0] == 0) & supervised.to(value.device, torch.bool)).flatten()
-    return places[~value[places].any(dim=1)]
+    # Hardly any row begins with a zero: the rest of the others is not looked at. numpy, many times as fast on
+    # few values; shifted, -0.0 is zero too.
+    first = value[:, 0].detach().cpu()
+    begins = first.view(INTEGERS[first.itemsize]).numpy() << 1 == 0
+    places = torch.from_numpy(np.flatnonzero(begins & supervised.cpu().numpy().astype(bool)))
+    return places[~value[places.to(value.device)].any(dim=1).cpu()] if len(places) else places
 
 
 def refuse_zero_rows(value: torch.Tensor, supervised: torch.Tensor) -> None:
