@@ -203,6 +203,9 @@ class HiddenStateDataset(IterableDataset[Batch]):
         """The opened roots: schema, model facts, lengths."""
         return self._catalog
 
+    #: Python would iterate an epoch to answer `key in dataset`.
+    __contains__ = None
+
     def __len__(self) -> int:
         """Steps of this rank in the current epoch, from its beginning."""
         return steps(len(self._plan(self._position.epoch)), 0, self.world_size, self._order.tail)

@@ -181,8 +181,7 @@ def combine(shards: Iterable[tuple[str, ShardIndex]]) -> DatasetIndex:
         try:
             info.require_same(index.info)
         except SchemaMismatchError as error:
-            error.shard = name
-            raise
+            raise _unlike(name, entries[0].name, error) from None
         tokens = int(index.table.tokens.sum())
         entries.append(ShardEntry(name, index.nbytes, len(index.table), tokens, index.xxh3))
         tables.append(index.table)
@@ -197,6 +196,16 @@ def combine(shards: Iterable[tuple[str, ShardIndex]]) -> DatasetIndex:
     index_of_all = DatasetIndex(info, entries, table, shard_of, duplicates)
     index_of_all.pack()
     return index_of_all
+
+
+def _unlike(name: str, first: str, error: SchemaMismatchError) -> SchemaMismatchError:
+    """The refusal of a shard that differs from the first one, with the way out."""
+    found = SchemaMismatchError(
+        f"{error} (the first shard: {first}); move the shards of one kind into a root of their own; where "
+        "only codecs differ, join both by `hsstream recode ROOT OTHER NEW`"
+    )
+    found.shard = name
+    return found
 
 
 def _first_of_each_key(
@@ -218,7 +227,10 @@ def _first_of_each_key(
     if clashes:
         listed = ", ".join(clashes[:10]) + (f" and {len(clashes) - 10} more" if len(clashes) > 10 else "")
         raise FormatError(
-            f"{len(clashes)} keys were sealed twice with different content: {listed}", "duplicate_key"
+            f"{len(clashes)} keys were sealed twice with different content: {listed}; move one shard of each "
+            "pair into a root of its own, and join both by `hsstream recode ROOT OTHER NEW`, with a --prefix "
+            "for each",
+            "duplicate_key",
         )
     return np.array(kept, np.int64)
 

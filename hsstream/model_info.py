@@ -66,11 +66,38 @@ class ModelInfo:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 raise SampleError(f"model.{name} must be {kind.__name__}, got {value!r:.80}")
-        if not all(type(layer) is int for layer in self.aux_layer_ids or ()):
-            raise SampleError(f"model.aux_layer_ids must be integers, got {self.aux_layer_ids!r:.80}")
+        for name in ("hidden_size", "num_layers", "vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SampleError(f"model.{name} must be at least 1, got {value}")
+        if self.draft_vocab_hash is not None and not _is_hash(self.draft_vocab_hash):
+            raise SampleError(
+                f"model.draft_vocab_hash must be 16 hexadecimal digits, got {self.draft_vocab_hash!r:.80}"
+            )
         _check_choice("layer_id_convention", self.layer_id_convention, CONVENTIONS)
         for norm in (self.last_hidden_norm, *(self.aux_hidden_norm or ())):
             _check_choice("a hidden-state norm", norm, NORM_CHOICES)
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Captured layers that the model has, and a norm for each."""
+        ids = self.aux_layer_ids
+        if ids is None:
+            return
+        if not all(type(layer) is int for layer in ids):
+            raise SampleError(f"model.aux_layer_ids must be integers, got {ids!r:.80}")
+        if self.aux_hidden_norm is not None and len(self.aux_hidden_norm) != len(ids):
+            raise SampleError(
+                f"model.aux_hidden_norm has {len(self.aux_hidden_norm)} entries for {len(ids)} aux_layer_ids"
+            )
+        # Entry 0 of Hugging Face's hidden_states is the embedding, so that its ids go up to num_layers.
+        last = self.num_layers
+        if last is not None and self.layer_id_convention == CONVENTIONS[0]:
+            last -= 1
+        wrong = [layer for layer in ids if layer < 0 or (last is not None and layer > last)]
+        if wrong:
+            upto = "" if last is None else f" to {last}, of {self.num_layers} layers"
+            raise SampleError(f"model.aux_layer_ids are from 0{upto}, got {wrong[0]} in {list(ids)!r:.80}")
 
     def to_dict(self) -> dict[str, Any]:
         """Only what is known, with lists for tuples: the form in a shard index and in the manifest."""
@@ -91,6 +118,10 @@ class ModelInfo:
                 raise SchemaMismatchError(
                     f"model.{f.name} differs: the data set has {here!r}, this writer was given {there!r}"
                 )
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 16 and set(value) <= set("0123456789abcdef")
 
 
 def _check_choice(what: str, value: str | None, choices: tuple[str, ...]) -> None:

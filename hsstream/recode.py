@@ -163,6 +163,8 @@ def _wanted(job: Recode, first: Source) -> dict[str, str]:
     specs = first.index.info.schema.tensors
     if job.codec is None:
         return {spec.name: _text(spec) for spec in specs}
+    if isinstance(job.codec, Mapping):
+        first.index.info.schema.choose(job.codec)
     return {spec.name: codec_for(spec.name, job.codec) for spec in specs}
 
 
@@ -183,6 +185,8 @@ def _writer(job: Recode, catalog: Catalog) -> ShardWriter:
     codecs = _wanted(job, catalog.first)
     if job.teacher is not None and not job.teacher.keep_last:
         del codecs[LAST]
+        if isinstance(compression, dict):
+            del compression[LAST]
     return ShardWriter(
         job.root,
         codec=codecs,

@@ -66,10 +66,14 @@ DELIVERED: dict[str, torch.dtype] = {
 TEACHER = "last_hidden_state"
 TEACHER_MASK = "last_hidden_state_mask"
 
+#: Canonical tensors that hold token ids.
+IDS = ("input_ids", "target_topk_ids")
+
 #: What batches add beside the stored tensors, and would write over.
 BATCH_NAMES = ("attention_mask", "lengths", "keys", "position_ids", "document_ids", TEACHER_MASK)
 
 MAX_TOKENS = 2**31 - 1
+MAX_ID = 2**31 - 1
 MAX_NESTING = 8
 
 
@@ -86,8 +90,6 @@ class Sample:
     tensors: dict[str, torch.Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
     stored_rows: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -275,20 +277,20 @@ def _storage_form(name: str, value: torch.Tensor) -> torch.Tensor:
         raise SampleError(f"{name} must be integers, got {value.dtype}")
     stored = _narrowed(value, dtype)
     if stored is None:
-        allowed = "0 and 1" if dtype is torch.uint8 else "32-bit integers"
+        allowed = "0 and 1" if dtype is torch.uint8 else f"ids of 0 to {MAX_ID}"
         raise SampleError(f"{name} holds values other than {allowed}")
     return stored
 
 
 def _narrowed(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Ids as int32 or a mask of 0 and 1 as uint8; None where that changes them."""
+    """Ids as int32 or a mask of 0 and 1 as uint8; None where they are not such."""
     if value.dtype.is_floating_point:
         stored = value.to(dtype)
         return stored if torch.equal(stored.to(value.dtype), value) and not bool((stored > 1).any()) else None
     # numpy, several times as fast as torch on few values
     found = value.cpu().numpy()
-    least, most, kind = (0, 1, np.uint8) if dtype is torch.uint8 else (-(2**31), 2**31 - 1, np.int32)
-    fits = found.min() >= least and found.max() <= most
+    most, kind = (1, np.uint8) if dtype is torch.uint8 else (MAX_ID, np.int32)
+    fits = found.min() >= 0 and found.max() <= most
     return torch.from_numpy(found.astype(kind)).to(value.device) if fits else None
 
 

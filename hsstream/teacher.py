@@ -26,7 +26,7 @@ from hsstream.sample import refuse_zero_rows
 LOGITS_AT_ONCE = 1 << 24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopKTeacher:
     """Computes the sparse teacher from last hidden states.
 

@@ -308,6 +308,7 @@ class ShardWriter:
 
     def _encode(self, sample: Sample, ready: Mapping[str, PlainTensor] | None) -> Prepared:
         info = self._info_for(sample)
+        info.check_ids(sample)
         plain = encode(sample, info.schema, rows_to_store(sample, info), ready)
         return Prepared(plain, facts_of(sample), info)
 

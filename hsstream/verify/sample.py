@@ -111,7 +111,8 @@ class _SampleCheck:
         """Every member of a tensor, the first of which begins at byte `at`; where the last one ends."""
         name, tally = tensor.spec.name, _Tally(tensor)
         supervised = self._values.get("loss_mask") if name == TEACHER else None
-        decoder = _Decoder(tensor, supervised) if self._shard.deep and tensor.rows else None
+        info = self._shard.result.info
+        decoder = _Decoder(tensor, info, supervised) if self._shard.deep and tensor.rows else None
         sizes = list(map(sum, tensor.stored))
         for member, (extension, size) in enumerate(zip(tensor.spec.member_extensions(), sizes, strict=True)):
             place = (f"{self._key}.{extension}", at, size)
@@ -133,6 +134,8 @@ class _SampleCheck:
         try:
             value = read_tensor(tensor, [payload].__getitem__, range(tokens))
             deliver(name, value)
+            if self._shard.result.info is not None:
+                _check_ids(self._shard.result.info, name, value)
         except FormatError as error:
             self._shard.blame(error, self._key, name)
         else:
@@ -191,8 +194,10 @@ class _Decoder:
     supervised: of the teacher's states, the loss mask [S].
     """
 
-    def __init__(self, tensor: TensorHeader, supervised: torch.Tensor | None) -> None:
-        spec = tensor.spec
+    def __init__(
+        self, tensor: TensorHeader, info: DatasetInfo | None, supervised: torch.Tensor | None
+    ) -> None:
+        spec, self._info = tensor.spec, info
         self._supervised = supervised
         if supervised is not None and tensor.row_runs is not None:
             self._supervised = supervised[stored_rows(tensor.row_runs, range(len(supervised)))]
@@ -208,11 +213,18 @@ class _Decoder:
         values = self._out[: last - first]
         if values.dtype.is_floating_point and not is_finite(values):
             raise CorruptDataError("NaN or Inf among the values", "bad_code")
+        if self._info is not None:
+            _check_ids(self._info, self._tensor.spec.name, values)
         if self._supervised is not None:
             zero = zero_rows(values[:, 0], self._supervised[first:last])
             if len(zero):
                 text = f"{len(zero)} supervised rows are all zeros: they were never captured"
                 raise CorruptDataError(text, "bad_code")
+
+
+def _check_ids(info: DatasetInfo, name: str, value: torch.Tensor) -> None:
+    if wrong := info.wrong_ids(name, value):
+        raise CorruptDataError(wrong, "bad_code")
 
 
 class _Tally:

@@ -21,7 +21,7 @@ LAYERS = (
     {"decoders", "errors", "version", "memory", "ordered", "stats"},
     {"model_info"},
     {"blocks", "codecs", "plan", "position", "ranks", "sample", "storage", "weights"},
-    {"norm", "presets", "selection", "simulate", "sources", "teacher"},
+    {"norm", "presets", "quantized", "selection", "simulate", "sources", "teacher"},
     {"schema"},
     {"header"},
     {"runs", "table"},

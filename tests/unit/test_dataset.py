@@ -461,6 +461,25 @@ def test_parts_of_the_token_axis_have_one_plan(masked: tuple[Path, list[list[int
         assert (first.supervised + second.supervised >= 3).all()
 
 
+def test_no_epoch_is_read_to_find_a_key(root: Path) -> None:
+    ds = load(root)
+    with pytest.raises(TypeError, match="HiddenStateDataset"):
+        "s0001" in ds  # noqa: B015
+    assert ds.state_dict()["consumed"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int64, None])
+def test_states_are_delivered_in_floating_point(root: Path, dtype: Any) -> None:
+    with pytest.raises(hs.SampleError, match=r"dtype, of delivered .* is a floating-point torch\.dtype"):
+        load(root, dtype=dtype)
+
+
+@pytest.mark.parametrize("layers", ["01", [0.0], 1])
+def test_layers_are_integers(root: Path, layers: Any) -> None:
+    with pytest.raises(hs.SampleError, match="layers is a list of integers"):
+        load(root, layers=layers)
+
+
 # --- several roots
 
 
