@@ -156,14 +156,19 @@ def _parse_shard(entry: Any) -> ShardEntry:
     fields = entry if isinstance(entry, dict) else {}
     name, xxh3 = fields.get("name"), fields.get("xxh3")
     counts = [fields.get(what) for what in ("bytes", "samples", "tokens")]
-    if not isinstance(name, str) or not isinstance(xxh3, str) or not re.fullmatch("[0-9a-f]{16}", xxh3):
+    # Shards lie directly at the root: a name never leads elsewhere.
+    if not isinstance(name, str) or not re.fullmatch(r"[^./\\][^/\\]*", name) or not _is_xxh3(xxh3):
         raise FormatError(f"the list of shards has name {name!r:.80} and hash {xxh3!r:.80}", "bad_field")
     nbytes, samples, tokens = (
         count if type(count) is int and 0 <= count < MAX_NUMBER else -1 for count in counts
     )
     if min(nbytes, samples, tokens) < 0:
         raise FormatError(f"{name:.80}: the list of shards has the numbers {counts!r:.80}", "bad_field")
-    return ShardEntry(name, nbytes, samples, tokens, int(xxh3, 16))
+    return ShardEntry(name, nbytes, samples, tokens, int(str(xxh3), 16))
+
+
+def _is_xxh3(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
 
 
 def index_name(index_digest: str) -> str:

@@ -347,7 +347,7 @@ class DatasetInfo:
         if last_rows not in ("all", "supervised"):
             reason = "unknown_feature" if isinstance(last_rows, str) else "bad_field"
             raise FormatError(f"unknown last_rows {last_rows!r:.80}", reason)
-        if length is not None and (type(length) is not int or last_rows == "all"):
+        if length is not None and (type(length) is not int or length < 0 or last_rows == "all"):
             raise FormatError(f"last_rows {last_rows} with ttt_length {length!r:.80}", "bad_field")
         if model is not None and not isinstance(model, Mapping):
             raise FormatError(f"model facts are a map, found {model!r:.80}", "bad_field")
