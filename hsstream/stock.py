@@ -46,7 +46,7 @@ def decode_all(
 ) -> Iterator[Sample]:
     """`decode` for every sample, and a check that each shard gave as many as the data set at `root` says.
 
-    A stage of a WebDataset pipeline, `wds.WebDataset(urls).compose(functools.partial(decode_all, root=root))`,
+    A pipeline stage, `wds.WebDataset(urls).compose(functools.partial(decode_all, root=root))`,
     before samples are shuffled: it counts those that follow each other from one shard. A shard that gives no
     sample at all does not come by here.
 

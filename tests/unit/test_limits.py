@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from forge import Shard, change_index, envelope, forge, numbers, pack
+from readers import READERS, read
 from samples import write_root
 
 import hsstream as hs
+from hsstream.cli import main
 from hsstream.codecs import codec_from_header, parse_codec
 from hsstream.errors import FormatError, SampleError
 from hsstream.header import MAX_HEADER_BYTES, MAX_MEMBER_BYTES, Header
+from hsstream.recode import Recode, recode
 from hsstream.sample import MAX_TOKENS, Sample
 from hsstream.schema import MAX_LAYERS, DatasetInfo, TensorSpec, schema_of
 from hsstream.storage import open_store
@@ -40,7 +43,7 @@ def refused(root: Path) -> str:
     """The reason for which verify and a reader refuse the only sample of a root; they agree."""
     with pytest.raises(FormatError) as caught:
         list(hs.ShardReader(root))
-    assert caught.value.reason in {each.reason for each in verify(open_store(root)).findings}
+    assert caught.value.reason in {each.reason for each in verify(open_store(root), deep=True).findings}
     return caught.value.reason
 
 
@@ -220,3 +223,50 @@ def test_columns_of_a_forged_index_are_what_the_sample_has(tmp_path: Path) -> No
     root = write_root(tmp_path, made={"k": IDS})
     forge(root, lambda shard: shard.index["columns"].update(tokens=numbers([MAX_TOKENS])))
     assert refused(root) == "manifest_mismatch"
+
+
+# ---------------------------------------------------------------- members and what their header says
+
+
+def every_reader(root: Path, tmp_path: Path) -> set[str]:
+    """Reasons for which each way to read a root refuses it."""
+    reasons = {refused(root)}
+    for how in READERS:
+        error = read(how, root)[1]
+        reasons.add(error.reason if isinstance(error, FormatError) else f"{how}: {error}")
+    for codec in (None, "planes"):
+        with pytest.raises(FormatError) as caught:
+            recode(Recode([str(root)], str(tmp_path / f"{codec}"), codec=codec))
+        reasons.add(caught.value.reason)
+    return reasons
+
+
+@pytest.mark.parametrize("extension", ["input_ids.bin", "aux_hidden_states.1.fp8", "last_hidden_state.fp8"])
+@pytest.mark.parametrize("change", [b"x", None])
+def test_a_member_longer_or_shorter_than_its_header_says(
+    tmp_path: Path, extension: str, change: bytes | None
+) -> None:
+    root = write_root(tmp_path / "root", (30,), compression="none")
+
+    def resize(shard: Shard) -> None:
+        data = shard.members[f"s0.{extension}"]
+        shard.members[f"s0.{extension}"] = data[:-1] if change is None else data + change
+
+    assert every_reader(forge(root, resize), tmp_path) == {"bad_length"}
+    assert main(["cat", str(root), "s0"]) != 0
+
+
+@pytest.mark.parametrize("codec", ["fp8", "bounded:0.02"])
+def test_a_block_with_extras_is_not_taken_as_plain(tmp_path: Path, codec: str) -> None:
+    """As long as its rows alone: what is decoded at once, by one call, has no extras."""
+    root = write_root(tmp_path / "root", (30,), codec=codec, compression="none")
+    assert is_good(root)
+
+    def more(shard: Shard) -> None:
+        shard.change_header("s0", lambda body: body["tensors"][3].update(extras=pack_u4(5)))
+
+    assert every_reader(forge(root, more), tmp_path) == {"bad_length"}
+
+
+def pack_u4(value: int) -> bytes:
+    return value.to_bytes(4, "little")
