@@ -7,17 +7,21 @@ and `pack`, samples one after another in one row [1, T, ...]. Refused: unknown t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hsstream.codecs.base import Part, RowWriter, ScaledCodec
 from hsstream.errors import CorruptDataError, SampleError
-from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS
+from hsstream.quantized import Quantized as Quantized
+from hsstream.runs import stored_rows
+from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS, TEACHER_MASK, equal_tensors
 from hsstream.schema import Schema, TensorSpec
 
 
@@ -28,49 +32,12 @@ class Memory(Protocol):
         """An uninitialised host tensor."""
 
 
-@dataclass
-class Quantized:
-    """Hidden states as codes, for `dequantize="device"`.
-
-    codes: uint8 [B, T, ..., H]; scales: float32 [B, T, ...]; dtype: what `dequantize` gives;
-    escape_positions: int64 [N], flat in codes, and escape_values [N] in dtype.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    codec: ScaledCodec
-    dtype: torch.dtype
-    escape_positions: torch.Tensor
-    escape_values: torch.Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the values."""
-        return self.codes.shape
-
-    def dequantize(self) -> torch.Tensor:
-        """The values [B, T, ..., H] in `dtype`, computed where the codes are."""
-        values = self.codec.dequantize(self.codes, self.scales, self.dtype)
-        if self.escape_positions.numel():
-            values.view(-1)[self.escape_positions] = self.escape_values
-        return values
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
-        """The same codes on another device."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Quantized:
-        """The same codes in pinned memory (what DataLoader's `pin_memory` calls)."""
-        return self.map(lambda tensor: tensor.pin_memory())
-
-    def map(self, change: Callable[[torch.Tensor], Any]) -> Quantized:
-        """The same with `change` applied to each of the four tensors."""
-        names = ("codes", "scales", "escape_positions", "escape_values")
-        return replace(self, **{name: change(getattr(self, name)) for name in names})
-
-
 class Batch(dict[str, Any]):
     """Tensors by name, `attention_mask` [B, T] bool, `lengths` [B] int64, `keys` (list of B strings).
+
+    Where some rows of `last_hidden_state` are not stored (`last_rows="supervised"`), `last_hidden_state_mask`
+    [B, T] bool is True where they are; the others, and padding, are zeros. A supervised token without one
+    must not be learned from.
 
     With `mode="pack"` B is 1 for the tensors, `lengths` and `keys` have an entry a document, and
     `position_ids` [1, T] (restarting at 0), `document_ids` [1, T] (-1 on padding) are added;
@@ -98,23 +65,57 @@ class Batch(dict[str, Any]):
         parts = torch.split(mask[0, : int(lengths.sum())], lengths.tolist())
         return torch.stack([part.sum() for part in parts])
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """A batch on `device`; codes are dequantised there. What is no tensor is kept as it is."""
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | bool | None = None,
+        non_blocking: bool = False,
+    ) -> Batch:
+        """A batch on `device`; codes are dequantised there. What is no tensor is kept as it is.
+
+        As `torch.nn.Module.to` it takes `to(dtype)` and `to(device, dtype)` too: floating-point tensors are
+        cast; ids, masks and lengths are not. `to(device, non_blocking)` is the same as by keyword.
+
+        Raises:
+            TypeError: `dtype` is not floating point.
+        """
+        if isinstance(dtype, bool):
+            non_blocking, dtype = dtype, None
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"a batch is cast to a floating-point dtype, got {dtype}")
         moved = self._like({})
         for name, value in self.items():
             if isinstance(value, Quantized):
                 value = value.to(device, non_blocking).dequantize()
-            elif isinstance(value, torch.Tensor):
-                value = value.to(device, non_blocking=non_blocking)
+            if isinstance(value, torch.Tensor):
+                cast = dtype if value.dtype.is_floating_point else None
+                value = value.to(device, cast, non_blocking=non_blocking)
             moved[name] = value
         return moved
+
+    def copy(self) -> Batch:
+        """A batch of the same tensors, with the same attributes."""
+        return self._like(self)
+
+    def __or__(self, other: Mapping[str, Any]) -> Batch:  # type: ignore[override]
+        """A batch with the items of both, those of `other` where names meet; the attributes stay."""
+        return self._like({**self, **other}) if isinstance(other, Mapping) else NotImplemented
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold equal tensors under the same names; attributes are not compared."""
+        return isinstance(other, Mapping) and equal_tensors(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def pin_memory(self) -> Batch:
         """A batch in pinned memory; lists are kept as they are."""
         pinnable = (torch.Tensor, Quantized)
         return self._like({n: v.pin_memory() if isinstance(v, pinnable) else v for n, v in self.items()})
 
-    def _like(self, items: dict[str, Any]) -> Batch:
+    def _like(self, items: Mapping[str, Any]) -> Batch:
         batch = Batch(items)
         batch.__dict__.update(self.__dict__)
         return batch
@@ -149,26 +150,24 @@ def choose_columns(
     dtype: torch.dtype,
     on_device: bool,
 ) -> list[Column]:
-    """What to deliver of a data set's tensors; SampleError naming an unknown tensor or layer."""
-    if isinstance(tensors, str):
-        raise SampleError(f"tensors is a list of names, found the text {tensors!r}")
-    wanted = list(schema.by_name) if tensors is None else list(tensors)
-    unknown = sorted(set(wanted) - set(schema.by_name))
-    if unknown or not wanted:
+    """What to deliver of a data set's tensors; SampleError naming an unknown tensor, layer or dtype."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SampleError(
-            f"no such tensors: {', '.join(unknown) or '(none asked for)'}; "
-            f"the data set has {', '.join(schema.by_name)}"
+            f"dtype, of delivered hidden states, is a floating-point torch.dtype, found {dtype!r}"
         )
-    if taken := sorted(set(wanted) & set(BATCH_NAMES)):
+    specs = schema.choose(tensors)
+    if taken := [spec.name for spec in specs if spec.name in BATCH_NAMES]:
         raise SampleError(f"batches add their own {', '.join(taken)}: leave the stored one out by tensors=")
-    specs = [spec for spec in schema.tensors if spec.name in wanted]
     return [_column(spec, layers, dtype, on_device) for spec in specs]
 
 
 def _column(spec: TensorSpec, layers: Sequence[int] | None, dtype: torch.dtype, on_device: bool) -> Column:
     chosen = tuple(range(spec.layers)) if spec.layers else None
     if layers is not None and spec.name == "aux_hidden_states" and spec.layers:
-        chosen = tuple(layers)
+        try:
+            chosen = tuple(map(index, layers))
+        except TypeError:
+            raise SampleError(f"layers is a list of integers, found {layers!r:.80}") from None
         if not chosen or any(not 0 <= layer < spec.layers for layer in chosen):
             raise SampleError(f"layers={list(layers)}: {spec.name} has the layers 0 to {spec.layers - 1}")
     states = spec.name in HIDDEN_STATES or spec.codec.name != "raw"
@@ -302,20 +301,41 @@ class BatchBuilder:
         for column in columns:
             self._slots[column.spec.name].zero(place.row, place.start + place.tokens, stop)
 
-    def finish(self, keys: list[str], meta: list[dict[str, Any]], extra: Sequence[str]) -> Batch:
-        """The batch, once every row is written. extra: `position_ids`, `document_ids`."""
+    def finish(
+        self,
+        keys: list[str],
+        meta: list[dict[str, Any]],
+        extra: Sequence[str],
+        runs: Sequence[NDArray[np.int64] | None] = (),
+    ) -> Batch:
+        """The batch, once every row is written.
+
+        extra: `position_ids`, `document_ids`, `last_hidden_state_mask`; runs: for the last, the `row_runs` of
+        every sample.
+        """
         batch = Batch({name: slot.delivered() for name, slot in self._slots.items()})
         lengths = torch.from_numpy(np.array([place.tokens for place in self._places], np.int64))
         mask = np.zeros(self._shape, np.bool_)
         for place in self._places:
             mask[place.row, place.start : place.start + place.tokens] = True
         batch.update(attention_mask=torch.from_numpy(mask), lengths=lengths, keys=keys)
-        if extra:
+        if TEACHER_MASK in extra:
+            batch[TEACHER_MASK] = self._stored(mask, runs)
+        if "position_ids" in extra:
             positions, documents = self._documents()
             known = {"position_ids": positions, "document_ids": documents}
-            batch.update({name: known[name] for name in extra})
+            batch.update({name: known[name] for name in extra if name in known})
         batch.meta = meta
         return batch
+
+    def _stored(self, mask: NDArray[np.bool_], runs: Sequence[NDArray[np.int64] | None]) -> torch.Tensor:
+        """`mask`, the tokens of the batch, without those of samples stored in part that have no row."""
+        stored = torch.from_numpy(mask.copy())
+        for place, kept in zip(self._places, runs, strict=True):
+            if kept is not None:
+                rows = stored_rows(kept, range(place.first, place.first + place.tokens))
+                stored[place.row, place.start : place.start + place.tokens] = rows
+        return stored
 
     def _documents(self) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.zeros(self._shape, dtype=torch.int64)

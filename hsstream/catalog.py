@@ -79,7 +79,11 @@ class Catalog:
     @cached_property
     def supervised(self) -> NDArray[np.int64]:
         """Supervised tokens of every sample."""
-        return np.concatenate([source.index.table.numbers["supervised"] for source in self.sources])
+        return self.numbers("supervised")
+
+    def numbers(self, name: str) -> NDArray[np.int64]:
+        """A column of the index (`table.NUMBERS`) for every sample."""
+        return np.concatenate([source.index.table.numbers[name] for source in self.sources])
 
     @cached_property
     def shards(self) -> NDArray[np.int64]:
@@ -92,6 +96,11 @@ class Catalog:
     def shard_count(self) -> int:
         """Shards over all sources."""
         return sum(len(source.index.shards) for source in self.sources)
+
+    @property
+    def in_part(self) -> bool:
+        """Whether a source stores only some rows of `last_hidden_state`."""
+        return any(source.index.info.last_rows != "all" for source in self.sources)
 
     @property
     def keys(self) -> list[str]:

@@ -33,9 +33,11 @@ from hsstream.plan import (
 )
 from hsstream.position import Position, Reader
 from hsstream.ranks import is_distributed, require_equal_ranks, resolve_rank
+from hsstream.sample import TEACHER, TEACHER_MASK
 from hsstream.selection import Select, copy_numbers, filter_samples, select_samples, weighted_epoch
 from hsstream.stats import Clock, StreamStats
 from hsstream.stream import Job, stream
+from hsstream.supervision import delivered_supervised
 
 PREFETCH_BYTES = 512 << 20
 
@@ -61,8 +63,10 @@ class HiddenStateDataset(IterableDataset[Batch]):
             collective: all ranks compare fingerprints), else RANK and WORLD_SIZE, else 0 and 1.
         threads: threads that decompress and decode.
         storage_options: for the stores of the roots.
-        min_tokens, max_tokens: keep only samples of at least and at most so many tokens.
-        min_supervised: keep only samples with at least so many supervised tokens; see `dropped`.
+        min_tokens, max_tokens: keep only samples stored with at least and at most so many tokens.
+        min_supervised: keep only samples with at least so many supervised tokens among those delivered:
+            before the cut of `overlong="truncate"`, in all parts of a `token_shard` together, so that
+            every rank has the same steps; see `dropped`.
         token_shard: (i, n, overlap): deliver only the i-th of n equal parts of the token axis of every
             batch, plus `overlap` tokens of the next part, with `position_ids`; for sequence parallelism.
         pin_memory: batches in page-locked memory, for `batch.to("cuda", non_blocking=True)`.
@@ -142,11 +146,13 @@ class HiddenStateDataset(IterableDataset[Batch]):
             raise ValueError("tail='mask' needs loss_mask among the delivered tensors")
         everything = np.arange(len(catalog.lengths))
         chosen = everything if self._select is None else select_samples(catalog.keys, self._select)
-        kept, dropped = filter_samples(catalog.lengths[chosen], catalog.supervised[chosen], **self._filters)
+        supervised = delivered_supervised(catalog, chosen, self._batching, self._filters["min_supervised"])
+        kept, dropped = filter_samples(catalog.lengths[chosen], supervised, **self._filters)
         if len(kept) == 0:
             raise SampleError(
                 f"no sample is left of {len(catalog.lengths)}: dropped {dropped or 'by select'}"
             )
+        self._in_part = catalog.in_part and TEACHER in {column.spec.name for column in columns}
         self._catalog, self._columns, self.dropped = catalog, columns, dropped
         in_storage_order = self._order.shuffle or any(s.weight != 1 for s in catalog.sources)
         self._samples = np.sort(chosen[kept]) if in_storage_order else chosen[kept]
@@ -196,6 +202,9 @@ class HiddenStateDataset(IterableDataset[Batch]):
     def catalog(self) -> Catalog:
         """The opened roots: schema, model facts, lengths."""
         return self._catalog
+
+    #: Python would iterate an epoch to answer `key in dataset`.
+    __contains__ = None
 
     def __len__(self) -> int:
         """Steps of this rank in the current epoch, from its beginning."""
@@ -318,6 +327,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
         window = _window(self._token_shard, padded)
         cut = [_cut(place, window) for place in places]
         extra = ("position_ids", "document_ids") if packed else ("position_ids",) * bool(self._token_shard)
+        extra += (TEACHER_MASK,) * self._in_part
         return Job(
             requests=tuple(
                 self._catalog.request(int(sample), place.first, place.first + place.tokens, self._columns)

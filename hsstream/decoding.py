@@ -18,7 +18,7 @@ from hsstream.codecs.base import Part, PlainMembers, RowWriter
 from hsstream.encoding import PlainTensor
 from hsstream.errors import CorruptDataError, FormatError, located
 from hsstream.header import Header, TensorHeader
-from hsstream.runs import segments
+from hsstream.runs import segments, stored_rows
 from hsstream.sample import DELIVERED, Sample
 from hsstream.schema import TensorSpec
 
@@ -146,6 +146,12 @@ def deliver(name: str, value: torch.Tensor) -> torch.Tensor:
     return value.to(DELIVERED.get(name, value.dtype))
 
 
+def stored_rows_of(tensors: Mapping[str, TensorHeader], tokens: range) -> dict[str, torch.Tensor]:
+    """`Sample.stored_rows` of these tensors, for a range of tokens."""
+    in_part = {name: tensor.row_runs for name, tensor in tensors.items() if tensor.row_runs is not None}
+    return {name: stored_rows(runs, tokens) for name, runs in in_part.items()}
+
+
 def sample_from_members(members: Mapping[str, Any]) -> Sample:
     """Decode a whole sample from its members by extension (`msgpack`, `input_ids.bin`, ...)."""
     if not isinstance(members.get("msgpack"), (bytes, bytearray, memoryview)):
@@ -155,7 +161,8 @@ def sample_from_members(members: Mapping[str, Any]) -> Sample:
         tensors = {
             name: _tensor_from_members(t, header.tokens, members) for name, t in header.tensors.items()
         }
-        return Sample(header.key, tensors, header.meta)
+        rows = stored_rows_of(header.tensors, range(header.tokens))
+        return Sample(header.key, tensors, header.meta, rows)
 
 
 def _tensor_from_members(tensor: TensorHeader, tokens: int, members: Mapping[str, Any]) -> torch.Tensor:

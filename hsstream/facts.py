@@ -16,7 +16,7 @@ from typing import Any
 
 from hsstream.errors import FormatError, SampleError, StorageError, located
 from hsstream.header import FORMAT_VERSION, check_version
-from hsstream.sample import ModelInfo
+from hsstream.model_info import ModelInfo
 from hsstream.schema import DatasetInfo
 from hsstream.storage import Store
 

@@ -31,6 +31,9 @@ MAX_PLAIN_BLOCK = 32 << 20
 #: A payload must stay below this: the size field of a ustar header ends there.
 MAX_MEMBER_BYTES = 8 << 30
 BLOCK_CODE_BYTES = 512 << 10
+#: Maps and lists in each other: metadata in the body of a header; a fact in the facts of the model, in the
+#: data set block, in an index.
+HEADER_LEVELS, INDEX_LEVELS = MAX_NESTING + 1, MAX_NESTING + 3
 #: msgpack up to this size is unpacked at once: hostile bytes take 8 * UNWALKED_BYTES at 1,024 depths at most.
 UNWALKED_BYTES = 4096
 
@@ -40,8 +43,11 @@ def pack(value: Any) -> bytes:
     return msgpack.packb(value, use_bin_type=True)  # type: ignore[no-any-return]
 
 
-def unpack(data: Any, what: str) -> Any:
-    """Plain data from untrusted msgpack, in memory of its order: raises FormatError(`bad_msgpack`)."""
+def unpack(data: Any, what: str, levels: int = INDEX_LEVELS) -> Any:
+    """Plain data from untrusted msgpack, in memory of its order: raises FormatError(`bad_msgpack`).
+
+    levels: so many maps and lists may lie in each other.
+    """
     size = len(data)
     try:
         # unpackb allocates a list by the length it claims, at every depth: what is longer than a few bytes
@@ -56,7 +62,7 @@ def unpack(data: Any, what: str) -> Any:
         )  # fmt: skip
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FormatError(f"{what} is not valid msgpack: {error}", "bad_msgpack") from None
-    _check_plain(value, what)
+    _check_plain(value, what, levels)
     return value
 
 
@@ -64,12 +70,11 @@ def _refuse_extension(code: int, data: bytes) -> Any:  # noqa: ARG001
     raise ValueError(f"extension type {code}")
 
 
-def _check_plain(value: Any, what: str) -> None:
-    """Refuse maps with other keys than text, and what is nested deeper than a body may be."""
+def _check_plain(value: Any, what: str, levels: int) -> None:
+    """Refuse maps with other keys than text, and what is nested deeper than so many levels."""
     level, depth = [value], 0
     while level := [item for item in level if type(item) is dict or type(item) is list]:
-        # Metadata nests up to MAX_NESTING inside the body, model facts one deeper: the levels above are ours.
-        if depth > MAX_NESTING + 2:
+        if depth == levels:
             raise FormatError(f"{what} is nested too deep", "bad_msgpack")
         inner: list[Any] = []
         for container in level:
@@ -97,7 +102,7 @@ def unpack_hashed(data: Any, what: str) -> tuple[dict[str, Any], int]:
     found = digest(outer["body"])
     if outer.get("xxh3") != found.to_bytes(8, "little"):
         raise CorruptDataError(f"{what} does not match its hash", "hash_mismatch")
-    body = unpack(outer["body"], what)
+    body = unpack(outer["body"], what, HEADER_LEVELS)
     if not isinstance(body, dict):
         raise FormatError(f"{what} holds no map", "bad_field")
     check_version(body, what)

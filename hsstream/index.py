@@ -156,14 +156,19 @@ def _parse_shard(entry: Any) -> ShardEntry:
     fields = entry if isinstance(entry, dict) else {}
     name, xxh3 = fields.get("name"), fields.get("xxh3")
     counts = [fields.get(what) for what in ("bytes", "samples", "tokens")]
-    if not isinstance(name, str) or not isinstance(xxh3, str) or not re.fullmatch("[0-9a-f]{16}", xxh3):
+    # Shards lie directly at the root: a name never leads elsewhere.
+    if not isinstance(name, str) or not re.fullmatch(r"[^./\\][^/\\]*", name) or not _is_xxh3(xxh3):
         raise FormatError(f"the list of shards has name {name!r:.80} and hash {xxh3!r:.80}", "bad_field")
     nbytes, samples, tokens = (
         count if type(count) is int and 0 <= count < MAX_NUMBER else -1 for count in counts
     )
     if min(nbytes, samples, tokens) < 0:
         raise FormatError(f"{name:.80}: the list of shards has the numbers {counts!r:.80}", "bad_field")
-    return ShardEntry(name, nbytes, samples, tokens, int(xxh3, 16))
+    return ShardEntry(name, nbytes, samples, tokens, int(str(xxh3), 16))
+
+
+def _is_xxh3(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
 
 
 def index_name(index_digest: str) -> str:
@@ -187,8 +192,7 @@ def combine(
         try:
             info.require_same(said)
         except SchemaMismatchError as error:
-            error.shard = name
-            raise
+            raise _unlike(name, entries[0].name, error) from None
         tokens = int(index.table.tokens.sum())
         entries.append(ShardEntry(name, index.nbytes, len(index.table), tokens, index.xxh3))
         tables.append(index.table)
@@ -203,6 +207,16 @@ def combine(
     index_of_all = DatasetIndex(info, entries, table, shard_of, duplicates)
     index_of_all.pack()
     return index_of_all
+
+
+def _unlike(name: str, first: str, error: SchemaMismatchError) -> SchemaMismatchError:
+    """The refusal of a shard that differs from the first one, with the way out."""
+    found = SchemaMismatchError(
+        f"{error} (the first shard: {first}); move the shards of one kind into a root of their own; where "
+        "only codecs differ, join both by `hsstream recode ROOT OTHER NEW`"
+    )
+    found.shard = name
+    return found
 
 
 def _first_of_each_key(
@@ -224,7 +238,10 @@ def _first_of_each_key(
     if clashes:
         listed = ", ".join(clashes[:10]) + (f" and {len(clashes) - 10} more" if len(clashes) > 10 else "")
         raise FormatError(
-            f"{len(clashes)} keys were sealed twice with different content: {listed}", "duplicate_key"
+            f"{len(clashes)} keys were sealed twice with different content: {listed}; move one shard of each "
+            "pair into a root of its own, and join both by `hsstream recode ROOT OTHER NEW`, with a --prefix "
+            "for each",
+            "duplicate_key",
         )
     return np.array(kept, np.int64)
 

@@ -24,7 +24,7 @@ from hsstream.errors import (
 from hsstream.facts import FACTS, FactsOverlay, check_names
 from hsstream.header import check_version
 from hsstream.index import DatasetIndex, combine, index_name
-from hsstream.sample import ModelInfo
+from hsstream.model_info import ModelInfo
 from hsstream.schema import DatasetInfo
 from hsstream.shard import TAIL_BYTES, ShardIndex, read_index
 from hsstream.storage import Store

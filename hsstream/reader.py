@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
-from hsstream.decoding import Payload, check_member_size, deliver, read_tensor
+from hsstream.decoding import Payload, check_member_size, deliver, read_tensor, stored_rows_of
 from hsstream.errors import located
 from hsstream.header import Header, TensorHeader
 from hsstream.index import DatasetIndex, check_sample
@@ -50,6 +51,14 @@ class ShardReader:
     def __len__(self) -> int:
         return len(self._index.table)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a sample has this key; nothing is read."""
+        return isinstance(key, str) and key in self._numbers
+
+    def __getitem__(self, sample: SupportsIndex | str) -> Sample:
+        """`read(sample)`: one sample by number or key."""
+        return self.read(sample)
+
     def __iter__(self) -> Iterator[Sample]:
         return (self.read(number) for number in range(len(self)))
 
@@ -62,14 +71,20 @@ class ShardReader:
         return self._index.table.tokens.tolist()  # type: ignore[no-any-return]
 
     def read(
-        self, sample: int | str, tokens: slice | None = None, tensors: Collection[str] | None = None
+        self, sample: SupportsIndex | str, tokens: slice | None = None, tensors: Collection[str] | None = None
     ) -> Sample:
         """One sample, by number (negative from the end) or key.
 
         tokens: a slice of step 1; only the header and the blocks that hold these tokens are read.
         tensors: names of those to read; None: all.
+
+        Raises:
+            KeyError, IndexError: no such sample.
+            SampleError: no such tensor.
+            FormatError, StorageError: it cannot be read.
         """
         number = self._number(sample)
+        names = {spec.name for spec in self._index.info.schema.choose(tensors)}
         table = self._index.table
         shard = self._index.shards[self._index.shard_of[number]].name
         with located(shard=shard, key=table.key(number)):
@@ -78,9 +93,10 @@ class ShardReader:
             found = {
                 name: deliver(name, read_tensor(tensor, self._payloads(shard, number, tensor), chosen))
                 for name, tensor in header.tensors.items()
-                if tensors is None or name in tensors
+                if name in names
             }
-            return Sample(header.key, found, header.meta)
+            rows = stored_rows_of({name: header.tensors[name] for name in found}, chosen)
+            return Sample(header.key, found, header.meta, rows)
 
     def _payloads(self, shard: str, number: int, tensor: TensorHeader) -> Callable[[int], Payload]:
         table, first = self._index.table, self._index.info.schema.first_member[tensor.spec.name]
@@ -98,16 +114,18 @@ class ShardReader:
         check_sample(header, self._index.info, table, number)
         return header
 
-    def _number(self, sample: int | str) -> int:
+    def _number(self, sample: SupportsIndex | str) -> int:
         if isinstance(sample, str):
             try:
                 return self._numbers[sample]
             except KeyError:
                 raise KeyError(f"no sample with key {sample!r} in {self._store.url}") from None
-        count = len(self)
-        if not -count <= sample < count:
-            raise IndexError(f"sample {sample} of {count}")
-        return sample % count
+        if isinstance(sample, bool) or not isinstance(sample, SupportsIndex):
+            raise TypeError(f"a sample is named by its number or key, got {sample!r:.80}")
+        number, count = index(sample), len(self)
+        if not -count <= number < count:
+            raise IndexError(f"sample {number} of {count}")
+        return number % count
 
     @cached_property
     def _numbers(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ import torch
 
 from hsstream.catalog import Catalog, Source, open_catalog
 from hsstream.codecs import parse_codec
-from hsstream.decoding import Payload, check_member_size, plain_from_stored, read_tensor
+from hsstream.decoding import Payload, check_member_size, plain_from_stored, read_tensor, stored_rows_of
 from hsstream.encoding import PlainTensor
 from hsstream.errors import SampleError, SchemaMismatchError, located
 from hsstream.header import Header, TensorHeader
@@ -163,6 +163,8 @@ def _wanted(job: Recode, first: Source) -> dict[str, str]:
     specs = first.index.info.schema.tensors
     if job.codec is None:
         return {spec.name: _text(spec) for spec in specs}
+    if isinstance(job.codec, Mapping):
+        first.index.info.schema.choose(job.codec)
     return {spec.name: codec_for(spec.name, job.codec) for spec in specs}
 
 
@@ -183,6 +185,8 @@ def _writer(job: Recode, catalog: Catalog) -> ShardWriter:
     codecs = _wanted(job, catalog.first)
     if job.teacher is not None and not job.teacher.keep_last:
         del codecs[LAST]
+        if isinstance(compression, dict):
+            del compression[LAST]
     return ShardWriter(
         job.root,
         codec=codecs,
@@ -275,7 +279,8 @@ class _Run:
                     ready[name] = plain_from_stored(tensor, payload)
                 else:
                     tensors[name] = read_tensor(tensor, payload, range(header.tokens))
-        return self._writer.prepare(self._all_keys[number], tensors, None, header.meta, ready)
+        rows = stored_rows_of(header.tensors, range(header.tokens))
+        return self._writer.prepare(self._all_keys[number], tensors, None, header.meta, ready, rows)
 
 
 def _payloads(source: Source, shard: str, row: int, tensor: TensorHeader) -> Callable[[int], Payload]:

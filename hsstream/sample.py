@@ -1,4 +1,4 @@
-"""A sample as the user holds it, and the facts about the model it came from.
+"""A sample as the user holds it.
 
 In: a key, token-first tensors, free metadata, an optional attention mask. Out: a checked, trimmed
 `Sample` in canonical storage dtypes. Refused with `SampleError`: keys and names that FORMAT.md
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from hsstream.errors import SampleError, SchemaMismatchError
+from hsstream.errors import SampleError
+from hsstream.model_info import ModelInfo as ModelInfo
 
 KEY_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,55}")
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,27}")
@@ -61,36 +62,43 @@ DELIVERED: dict[str, torch.dtype] = {
     "loss_mask": torch.bool,
 }
 
+#: The teacher's states, whose rows a data set may store in part; and what says which in a batch.
+TEACHER = "last_hidden_state"
+TEACHER_MASK = "last_hidden_state_mask"
+
+#: Canonical tensors that hold token ids.
+IDS = ("input_ids", "target_topk_ids")
+
 #: What batches add beside the stored tensors, and would write over.
-BATCH_NAMES = ("attention_mask", "lengths", "keys", "position_ids", "document_ids")
+BATCH_NAMES = ("attention_mask", "lengths", "keys", "position_ids", "document_ids", TEACHER_MASK)
 
 MAX_TOKENS = 2**31 - 1
+MAX_ID = 2**31 - 1
 MAX_NESTING = 8
 
-#: What a model fact is, beside tuples and choices.
-FACT_TYPES: dict[str, type] = {
-    "name": str,
-    "revision": str,
-    "hidden_size": int,
-    "num_layers": int,
-    "tokenizer": str,
-    "chat_template_hash": str,
-    "vocab_size": int,
-    "engine": str,
-    "engine_flags": dict,
-    "versions": dict,
-}
-NORM_CHOICES = ("pre", "post", "unknown")
-CONVENTIONS = ("layer_output_0based", "hf_hidden_states_index")
 
-
-@dataclass
+@dataclass(eq=False)
 class Sample:
-    """One sample: `key`, `tensors` (token axis first), `meta` (free, msgpack-able)."""
+    """One sample: `key`, `tensors` (token axis first), `meta` (free, msgpack-able).
+
+    stored_rows: bool [S] for a tensor of which the data set stores some rows only (`last_rows="supervised"`):
+    True where a row is stored; the others read as zeros. Give it to `ShardWriter.write` with the tensors.
+    Samples are equal when key, metadata, stored rows and all tensors are: dtype, shape and values.
+    """
 
     key: str
     tensors: dict[str, torch.Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
+    stored_rows: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        same = self.key == other.key and self.meta == other.meta
+        return same and all(
+            equal_tensors(*pair)
+            for pair in ((self.tensors, other.tensors), (self.stored_rows, other.stored_rows))
+        )
 
     @property
     def tokens(self) -> int:
@@ -98,73 +106,17 @@ class Sample:
         return next(iter(self.tensors.values())).shape[0]
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """What must be known about the captured model to use its states; every field may be None.
-
-    aux_layer_ids: the captured layers in the order of axis 1 of `aux_hidden_states`, counted by
-    layer_id_convention: `layer_output_0based` (output of decoder layer k) or
-    `hf_hidden_states_index` (entry of Hugging Face `hidden_states`: k is the output of layer k - 1).
-    last_hidden_norm, and aux_hidden_norm for each captured layer: whether the state was taken
-    before (`pre`) or after (`post`) the model's final norm, or `unknown`. draft_vocab_hash: xxh3 of the
-    target ids of the draft vocabulary that `target_draft_logsumexp` was taken over.
-    """
-
-    name: str | None = None
-    revision: str | None = None
-    hidden_size: int | None = None
-    num_layers: int | None = None
-    aux_layer_ids: tuple[int, ...] | None = None
-    layer_id_convention: str | None = None
-    last_hidden_norm: str | None = None
-    aux_hidden_norm: tuple[str, ...] | None = None
-    tokenizer: str | None = None
-    chat_template_hash: str | None = None
-    vocab_size: int | None = None
-    draft_vocab_hash: str | None = None
-    engine: str | None = None
-    engine_flags: dict[str, Any] | None = None
-    versions: dict[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("aux_layer_ids", "aux_hidden_norm"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, tuple(value))
-        for name, kind in FACT_TYPES.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-                raise SampleError(f"model.{name} must be {kind.__name__}, got {value!r:.80}")
-        if not all(type(layer) is int for layer in self.aux_layer_ids or ()):
-            raise SampleError(f"model.aux_layer_ids must be integers, got {self.aux_layer_ids!r:.80}")
-        _check_choice("layer_id_convention", self.layer_id_convention, CONVENTIONS)
-        for norm in (self.last_hidden_norm, *(self.aux_hidden_norm or ())):
-            _check_choice("a hidden-state norm", norm, NORM_CHOICES)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Only what is known, with lists for tuples: the form in a shard index and in the manifest."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in known.items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelInfo:
-        """Inverse of `to_dict`; fields of later minor versions are ignored."""
-        names = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in names})
-
-    def require_same(self, other: ModelInfo) -> None:
-        """Raise SchemaMismatchError naming the first field that differs; versions may differ."""
-        for f in fields(self):
-            here, there = getattr(self, f.name), getattr(other, f.name)
-            if f.name != "versions" and here != there:
-                raise SchemaMismatchError(
-                    f"model.{f.name} differs: the data set has {here!r}, this writer was given {there!r}"
-                )
+def equal_tensors(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+    """Whether two maps hold the same tensors by name: dtype, shape and values; anything else by `==`."""
+    if here.keys() != there.keys():
+        return False
+    return all(_equal(value, there[name]) for name, value in here.items())
 
 
-def _check_choice(what: str, value: str | None, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise SampleError(f"{what} must be one of {', '.join(choices)}, got {value!r}")
+def _equal(here: Any, there: Any) -> bool:
+    if not isinstance(here, torch.Tensor) or not isinstance(there, torch.Tensor):
+        return type(here) is type(there) and bool(here == there)
+    return here.dtype == there.dtype and here.device == there.device and torch.equal(here, there)
 
 
 def prepare_sample(
@@ -172,6 +124,7 @@ def prepare_sample(
     tensors: Mapping[str, Any],
     attention_mask: Any = None,
     meta: Mapping[str, Any] | None = None,
+    stored_rows: Mapping[str, Any] | None = None,
 ) -> Sample:
     """Check, trim by `attention_mask` and bring to storage dtypes; nothing of the caller's is changed."""
     check_key(key)
@@ -179,13 +132,35 @@ def prepare_sample(
         raise SampleError("tensors must be a non-empty dict of name -> tensor")
     converted = {name: _as_tensor(name, value) for name, value in tensors.items()}
     tokens = _common_tokens(converted)
+    rows = _row_masks(stored_rows or {}, converted, tokens)
     if attention_mask is not None:
         kept = _real_range(attention_mask, tokens)
         converted = {name: value[kept] for name, value in converted.items()}
+        rows = {name: mask[kept] for name, mask in rows.items()}
     ordered = {name: _storage_form(name, converted[name]) for name in member_order(converted)}
     if meta is not None and not isinstance(meta, Mapping):
         raise SampleError(f"meta must be a dict, got {type(meta).__name__}")
-    return Sample(key, ordered, _plain_meta(meta or {}, "meta", 1))
+    return Sample(key, ordered, _plain_meta(meta or {}, "meta", 1), rows)
+
+
+def zero_rows(value: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+    """Places of the supervised rows of `value` [S, H] that are all zeros, int64 [n]."""
+    # Hardly any row begins with a zero: the rest of the others is not looked at. numpy, many times as fast on
+    # few values; shifted, -0.0 is zero too.
+    first = value[:, 0].detach().cpu()
+    begins = first.view(INTEGERS[first.itemsize]).numpy() << 1 == 0
+    places = torch.from_numpy(np.flatnonzero(begins & supervised.cpu().numpy().astype(bool)))
+    return places[~value[places.to(value.device)].any(dim=1).cpu()] if len(places) else places
+
+
+def refuse_zero_rows(value: torch.Tensor, supervised: torch.Tensor) -> None:
+    """Refuse a teacher [S, H] with supervised rows of zeros: no model gives one (SampleError)."""
+    zero = zero_rows(value, supervised)
+    if len(zero):
+        raise SampleError(
+            f"{len(zero)} supervised rows of {TEACHER} are all zeros, the first at token {int(zero[0])}: "
+            "they were never captured (a prefix cache), or not stored by the data set they were read from"
+        )
 
 
 def check_key(key: Any) -> None:
@@ -245,6 +220,23 @@ def _common_tokens(tensors: Mapping[str, torch.Tensor]) -> int:
     return tokens
 
 
+def _row_masks(
+    stored_rows: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokens: int
+) -> dict[str, torch.Tensor]:
+    """`Sample.stored_rows` from what a caller gives, on the host."""
+    masks = {}
+    for name, given in stored_rows.items():
+        mask = torch.as_tensor(given)
+        if name not in tensors:
+            raise SampleError(f"stored_rows names {name!r}, the sample has {', '.join(tensors)}")
+        if mask.shape != (tokens,) or mask.dtype is not torch.bool:
+            raise SampleError(
+                f"stored_rows[{name!r}] is {mask.dtype} {list(mask.shape)}, expected bool [{tokens}]"
+            )
+        masks[name] = mask.cpu()
+    return masks
+
+
 def _real_range(attention_mask: Any, tokens: int) -> slice:
     """The range of real tokens: non-zero in the mask, padded on the left, the right, both or neither."""
     try:
@@ -285,20 +277,20 @@ def _storage_form(name: str, value: torch.Tensor) -> torch.Tensor:
         raise SampleError(f"{name} must be integers, got {value.dtype}")
     stored = _narrowed(value, dtype)
     if stored is None:
-        allowed = "0 and 1" if dtype is torch.uint8 else "32-bit integers"
+        allowed = "0 and 1" if dtype is torch.uint8 else f"ids of 0 to {MAX_ID}"
         raise SampleError(f"{name} holds values other than {allowed}")
     return stored
 
 
 def _narrowed(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Ids as int32 or a mask of 0 and 1 as uint8; None where that changes them."""
+    """Ids as int32 or a mask of 0 and 1 as uint8; None where they are not such."""
     if value.dtype.is_floating_point:
         stored = value.to(dtype)
         return stored if torch.equal(stored.to(value.dtype), value) and not bool((stored > 1).any()) else None
     # numpy, several times as fast as torch on few values
     found = value.cpu().numpy()
-    least, most, kind = (0, 1, np.uint8) if dtype is torch.uint8 else (-(2**31), 2**31 - 1, np.int32)
-    fits = found.min() >= least and found.max() <= most
+    most, kind = (1, np.uint8) if dtype is torch.uint8 else (MAX_ID, np.int32)
+    fits = found.min() >= 0 and found.max() <= most
     return torch.from_numpy(found.astype(kind)).to(value.device) if fits else None
 
 

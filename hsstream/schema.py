@@ -8,8 +8,10 @@ data set's (SchemaMismatchError, naming the field), a block that FORMAT.md does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -21,9 +23,11 @@ from hsstream.codecs.base import Codec
 from hsstream.errors import FormatError, SampleError, SchemaMismatchError
 from hsstream.presets import codec_for
 from hsstream.sample import (
+    CANONICAL,
     DTYPE_NAMES,
     DTYPES,
     HIDDEN_STATES,
+    IDS,
     NAME_PATTERN,
     ModelInfo,
     Sample,
@@ -171,6 +175,19 @@ class Schema:
             column += spec.member_count
         return columns
 
+    def choose(self, names: Collection[str] | None) -> list[TensorSpec]:
+        """The tensors of these names (None: all), in member order; SampleError naming an unknown one."""
+        if isinstance(names, str):
+            raise SampleError(f"tensors is a list of names, found the text {names!r}")
+        wanted = set(self.by_name) if names is None else set(names)
+        unknown = sorted(map(str, wanted - set(self.by_name)))
+        if unknown or not wanted:
+            raise SampleError(
+                f"no such tensors: {', '.join(unknown) or '(none asked for)'}; "
+                f"the data set has {', '.join(self.by_name)}"
+            )
+        return [spec for spec in self.tensors if spec.name in wanted]
+
     def check_sample(self, sample: Sample) -> None:
         """Refuse a sample whose tensors are not those of the data set (SampleError)."""
         missing = sorted(set(self.by_name) - set(sample.tensors))
@@ -237,10 +254,11 @@ def schema_of(
     sample: Sample, codec: str | Mapping[str, str], compression: str | Mapping[str, str] | None
 ) -> Schema:
     """The schema that a first sample and the writer's choices fix."""
-    if isinstance(codec, Mapping):
-        unknown = sorted(set(codec) - set(sample.tensors))
+    for what, named in (("codec", codec), ("compression", compression)):
+        unknown = sorted(set(named) - set(sample.tensors)) if isinstance(named, Mapping) else []
         if unknown:
-            raise SampleError(f"codec names tensors that the sample lacks: {', '.join(unknown)}")
+            raise SampleError(f"{what} names tensors that the sample lacks: {', '.join(unknown)}")
+    _warn_of_near_misses(sample.tensors)
     specs = []
     for name, value in sample.tensors.items():
         chosen = parse_codec(codec_for(name, codec))
@@ -254,6 +272,29 @@ def schema_of(
             )
         specs.append(spec)
     return Schema(tuple(specs))
+
+
+#: Names that other programs give to canonical tensors, beside those that are spelt nearly alike.
+_OTHER_NAMES = {
+    "hidden_states": ("aux_hidden_states", "last_hidden_state"),
+    "hidden_state": ("last_hidden_state", "aux_hidden_states"),
+    "labels": ("loss_mask",),
+    "assistant_mask": ("loss_mask",),
+    "assistant_masks": ("loss_mask",),
+    "token_ids": ("input_ids",),
+    "tokens": ("input_ids",),
+}
+
+
+def _warn_of_near_misses(names: Collection[str]) -> None:
+    """Say so where a name is nearly a canonical one: the tensor is stored raw, and no trainer finds it."""
+    for name in sorted(set(names) - set(CANONICAL)):
+        meant = _OTHER_NAMES.get(name) or get_close_matches(name, CANONICAL, 1, 0.85)
+        missing = [canonical for canonical in meant if canonical not in names]
+        if missing:
+            text = f"{name!r} is stored as a tensor of its own; did you mean {' or '.join(missing)}?"
+            # From the caller of ShardWriter.write.
+            warnings.warn(text, UserWarning, stacklevel=7)
 
 
 #: Too many bytes for lz4, which leaves 288 of the 392 a token of the 64 largest logits of
@@ -306,15 +347,34 @@ class DatasetInfo:
         if last_rows not in ("all", "supervised"):
             reason = "unknown_feature" if isinstance(last_rows, str) else "bad_field"
             raise FormatError(f"unknown last_rows {last_rows!r:.80}", reason)
-        if length is not None and (type(length) is not int or last_rows == "all"):
+        if length is not None and (type(length) is not int or length < 0 or last_rows == "all"):
             raise FormatError(f"last_rows {last_rows} with ttt_length {length!r:.80}", "bad_field")
         if model is not None and not isinstance(model, Mapping):
             raise FormatError(f"model facts are a map, found {model!r:.80}", "bad_field")
         try:
             info = None if model is None else ModelInfo.from_dict(model)
+            schema.check_facts(info)
         except (SampleError, TypeError) as error:
             raise FormatError(f"bad model facts: {error}", "bad_field") from None
         return cls(schema, info, last_rows, length)
+
+    def wrong_ids(self, name: str, value: torch.Tensor) -> str | None:
+        """What is wrong with the values of a tensor if it holds token ids; None where nothing is."""
+        if name not in IDS or not value.numel():
+            return None
+        found = value.cpu().numpy()
+        size = None if self.model is None else self.model.vocab_size
+        if (least := int(found.min())) < 0:
+            return f"{name} holds the negative id {least}"
+        if size is not None and (most := int(found.max())) >= size:
+            return f"{name} holds the id {most}, model.vocab_size is {size}"
+        return None
+
+    def check_ids(self, sample: Sample) -> None:
+        """Refuse token ids outside the model's vocabulary (SampleError)."""
+        for name in IDS:
+            if name in sample.tensors and (wrong := self.wrong_ids(name, sample.tensors[name])):
+                raise SampleError(wrong)
 
     def require_same(self, other: DatasetInfo) -> None:
         """Raise SchemaMismatchError naming the field in which `other` differs."""

@@ -34,6 +34,7 @@ from hsstream.errors import FormatError, located
 from hsstream.fetch import Fetcher, Request, SampleBytes
 from hsstream.header import Header
 from hsstream.index import check_sample
+from hsstream.sample import TEACHER
 from hsstream.schema import DatasetInfo
 from hsstream.stats import Clock
 
@@ -338,8 +339,12 @@ def _finish(running: _Running, slow_batch_s: float) -> Batch:
             _log_slow(running, slow_batch_s)
     clock.add(starving=max(0.0, running.fed - started))
     found = [running.headers[number] for number in range(len(running.samples))]
+    teachers = [header.tensors.get(TEACHER) for header in found]
     batch = running.builder.finish(
-        [header.key for header in found], [header.meta for header in found], job.extra
+        [header.key for header in found],
+        [header.meta for header in found],
+        job.extra,
+        [None if teacher is None else teacher.row_runs for teacher in teachers],
     )
     batch.state, batch.filler = job.state, job.filler
     if batch.filler:

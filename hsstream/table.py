@@ -160,6 +160,10 @@ class SampleTable:
             raise FormatError("an index has a member or header of impossible size", "bad_length")
         if (self.tokens < 1).any() or (self.tokens > MAX_TOKENS).any():
             raise FormatError("an index has a sample with an impossible number of tokens", "bad_field")
+        first, last = self.numbers["supervised_first"], self.numbers["supervised_last"]
+        count = self.numbers["supervised"]
+        if (first > last).any() or (last >= self.tokens).any() or (count > last - first + 1).any():
+            raise FormatError("an index has supervised tokens outside of their sample", "bad_field")
         fine = bool(((lengths >= 1) & (lengths <= MAX_KEY)).all()) and KEY_TEXT.fullmatch(self.key_text)
         firsts = np.frombuffer(self.key_text or b"0", np.uint8)[self.key_ends - lengths] if fine else lengths
         if not fine or np.isin(firsts, list(b"-_")).any():

@@ -20,12 +20,13 @@ import torch
 
 from hsstream.blocks import digest
 from hsstream.errors import SampleError
+from hsstream.sample import refuse_zero_rows
 
 #: Logits computed at once; a vocabulary of 256k then takes 64 rows, 64 MB in float32.
 LOGITS_AT_ONCE = 1 << 24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopKTeacher:
     """Computes the sparse teacher from last hidden states.
 
@@ -72,6 +73,8 @@ class TopKTeacher:
             raise SampleError("a top-k teacher is computed from last_hidden_state, which is missing")
         self._check_ids(tensors.get("input_ids"))
         last = torch.as_tensor(tensors["last_hidden_state"])
+        if "loss_mask" in tensors:
+            refuse_zero_rows(last, torch.as_tensor(tensors["loss_mask"]))
         kept = {n: v for n, v in tensors.items() if self.keep_last or n != "last_hidden_state"}
         return kept | self.targets(last)
 

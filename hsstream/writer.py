@@ -19,9 +19,6 @@ from types import TracebackType
 from typing import Any, Literal
 from weakref import finalize
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hsstream.appender import Appender, Sealed, ShardLimits
 from hsstream.encoding import PlainRecord, PlainTensor, encode
 from hsstream.errors import HsStreamError, NonFiniteError, SampleError, located
@@ -29,7 +26,7 @@ from hsstream.facts import FactsOverlay
 from hsstream.header import pack, unpack
 from hsstream.manifest import commit_all, sealed_shards
 from hsstream.presets import check_codec
-from hsstream.runs import reachable_runs
+from hsstream.runs import rows_to_store
 from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
 from hsstream.schema import DatasetInfo, schema_of
 from hsstream.shard import ShardIndex
@@ -156,6 +153,7 @@ class ShardWriter:
         tensors: Mapping[str, Any],
         attention_mask: Any = None,
         meta: Mapping[str, Any] | None = None,
+        stored_rows: Mapping[str, Any] | None = None,
     ) -> None:
         """Validate and encode one sample; on return the inputs may be reused.
 
@@ -166,13 +164,15 @@ class ShardWriter:
                 of any trailing shape.
             attention_mask: [S], non-zero means real; padding on either side is dropped, never stored.
             meta: small msgpack-able metadata, given back with the sample.
+            stored_rows: of a sample that was read from another data set, its `Sample.stored_rows`.
 
         Raises:
-            SampleError: the format cannot hold this sample; nothing of it was written.
+            SampleError: the format cannot hold this sample, or a loss would use a row of
+                `last_hidden_state` that was never captured or stored; nothing of it was written.
             StorageError: an earlier sample could not be written.
         """
         try:
-            prepared = self.prepare(key, tensors, attention_mask, meta)
+            prepared = self.prepare(key, tensors, attention_mask, meta, None, stored_rows)
         except NonFiniteError as error:
             if self._on_nonfinite == "raise":
                 raise
@@ -187,6 +187,7 @@ class ShardWriter:
         attention_mask: Any = None,
         meta: Mapping[str, Any] | None = None,
         ready: Mapping[str, PlainTensor] | None = None,
+        stored_rows: Mapping[str, Any] | None = None,
     ) -> Prepared:
         """The first half of `write`: validate and encode. NaN and Inf are refused whatever `on_nonfinite`.
 
@@ -196,7 +197,7 @@ class ShardWriter:
         self._check_open()
         check_key(key)
         with located(key=key):
-            sample = prepare_sample(key, self._taught(tensors), attention_mask, meta)
+            sample = prepare_sample(key, self._taught(tensors), attention_mask, meta, stored_rows)
             return self._encode(sample, ready)
 
     def append(self, prepared: Prepared, in_step: bool = False) -> None:
@@ -309,7 +310,8 @@ class ShardWriter:
 
     def _encode(self, sample: Sample, ready: Mapping[str, PlainTensor] | None) -> Prepared:
         info = self._info_for(sample)
-        plain = encode(sample, info.schema, _runs(sample, info), ready)
+        info.check_ids(sample)
+        plain = encode(sample, info.schema, rows_to_store(sample, info), ready)
         return Prepared(plain, facts_of(sample), info)
 
     def _info_for(self, sample: Sample) -> DatasetInfo:
@@ -381,12 +383,3 @@ def _plain_model(model: ModelInfo | None) -> ModelInfo | None:
         return ModelInfo.from_dict(index["dataset"]["model"])
     except (TypeError, ValueError, OverflowError) as error:
         raise SampleError(f"model facts must be plain data: {error}") from None
-
-
-def _runs(sample: Sample, info: DatasetInfo) -> dict[str, NDArray[np.int64]]:
-    if info.last_rows == "all":
-        return {}
-    if "loss_mask" not in sample.tensors or "last_hidden_state" not in sample.tensors:
-        raise SampleError('last_rows="supervised" needs loss_mask and last_hidden_state')
-    runs = reachable_runs(sample.tensors["loss_mask"], info.ttt_length or 0)
-    return {"last_hidden_state": runs}

@@ -18,6 +18,7 @@ import webdataset as wds
 from samples import bits, content
 
 import hsstream as hs
+from hsstream.sample import BATCH_NAMES
 
 Found = dict[str, Any]
 #: What stock readers raise at a broken tar, before hs.decode sees anything.
@@ -56,7 +57,7 @@ def by_dataset(root: Path, found: Found) -> None:
             tensors = {
                 name: bits(value[row, :tokens])
                 for name, value in batch.items()
-                if isinstance(value, torch.Tensor) and name not in ("attention_mask", "lengths")
+                if isinstance(value, torch.Tensor) and name not in BATCH_NAMES
             }
             found[key] = (key, tensors, batch.meta[row])
 

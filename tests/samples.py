@@ -91,7 +91,7 @@ def exact(
     loss_mask = torch.randint(0, 2, (tokens,), generator=generator, dtype=torch.uint8)
     loss_mask[-1] = 1
     return {
-        "input_ids": torch.randint(0, 50_000, (tokens,), generator=generator),
+        "input_ids": torch.randint(0, 1000, (tokens,), generator=generator),
         "loss_mask": loss_mask,
         **{
             name: (torch.randint(-15, 16, shape, generator=generator) / 8).to(dtype)

@@ -17,7 +17,7 @@ from hsstream.cli.output import counted, echo, echo_json, fact
 from hsstream.errors import SampleError
 from hsstream.facts import NAMES, FactsOverlay, check_names
 from hsstream.manifest import commit_facts
-from hsstream.sample import FACT_TYPES, ModelInfo
+from hsstream.model_info import FACT_TYPES, ModelInfo
 from hsstream.storage import open_store
 
 _SEQUENCES: dict[str, Callable[[str], Any]] = {"aux_layer_ids": int, "aux_hidden_norm": str}

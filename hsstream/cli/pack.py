@@ -32,9 +32,9 @@ from hsstream.cli.output import count, counted, echo, echo_json, percent, ratio,
 from hsstream.cli.progress import Bar
 from hsstream.cli.teacher import add_teacher, teacher_of
 from hsstream.errors import SampleError
+from hsstream.model_info import CONVENTIONS
 from hsstream.packing import Job, Projection, Report, pack, project
 from hsstream.packing.job import Follow
-from hsstream.sample import CONVENTIONS
 from hsstream.schema import COMPRESSIONS
 from hsstream.sources.base import Options
 from hsstream.sources.detect import FORMATS

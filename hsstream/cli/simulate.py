@@ -9,12 +9,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hsstream.catalog import Source
+import numpy as np
+
+from hsstream.catalog import Catalog, Source
 from hsstream.cli.arguments import Commands, new_command, open_root, positive
 from hsstream.cli.output import count, counted, echo, echo_json, size, table
-from hsstream.errors import HsStreamError
+from hsstream.errors import HsStreamError, SampleError
 from hsstream.plan import Batching, Order
+from hsstream.selection import filter_samples
 from hsstream.simulate import Policy, PolicyReport, plot, simulate
+from hsstream.supervision import delivered_supervised
 
 _DEFAULT_TOKENS = 16_384
 _NOTES = (
@@ -38,6 +42,12 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--max-length", metavar="N", type=positive, help="longest sample")
     parser.add_argument("--truncate", action="store_true", help="cut longer samples instead of refusing them")
+    parser.add_argument(
+        "--min-supervised",
+        metavar="N",
+        type=positive,
+        help="leave out samples with fewer supervised tokens in what is delivered",
+    )
     parser.add_argument("--lanes", metavar="N", type=positive)
     parser.add_argument("--tail", choices=("drop", "repeat", "mask"), default="drop")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
@@ -55,17 +65,9 @@ def _bounds(text: str) -> int | tuple[int, ...]:
 def run(args: argparse.Namespace) -> int:
     """Simulate all policies."""
     source = open_root(args)
-    table_of = source.index.table
     try:
         policies = _policies(args)
-        reports = simulate(
-            table_of.tokens,
-            source.index.shard_of,
-            table_of.sizes.sum(axis=1),
-            policies,
-            args.world,
-            args.step_ms,
-        )
+        reports = [_report(source, policy, args) for policy in policies]
     except ValueError as error:
         raise HsStreamError(str(error)) from error
     if args.plot is not None:
@@ -75,6 +77,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         echo(_screen(args, source, reports))
     return 0
+
+
+def _report(source: Source, policy: Policy, args: argparse.Namespace) -> PolicyReport:
+    """What a policy costs; its batching decides where samples are cut, and so which ones take part."""
+    table_of, least = source.index.table, args.min_supervised
+    everything = np.arange(len(table_of))
+    supervised = delivered_supervised(Catalog([source]), everything, policy.batching, least)
+    kept = filter_samples(table_of.tokens, supervised, min_supervised=least)[0]
+    if len(kept) == 0:
+        raise SampleError(f"none of {len(everything)} samples has {least} supervised tokens")
+    lengths, shards, nbytes = table_of.tokens[kept], source.index.shard_of[kept], table_of.sizes[kept].sum(1)
+    return simulate(lengths, shards, nbytes, [policy], args.world, args.step_ms)[0]
 
 
 def _policies(args: argparse.Namespace) -> list[Policy]:

@@ -35,6 +35,12 @@ def add_parser(commands: Commands) -> None:
         "--vocab-size", metavar="N", type=positive, help="the target's vocabulary, where ROOT does not say"
     )
     parser.add_argument(
+        "--max-length",
+        metavar="N",
+        type=positive,
+        help="count the first N tokens of a sample only",
+    )
+    parser.add_argument(
         "--out", metavar="FILE", type=Path, help="FILE.pt (SpecForge) or a folder (speculators' .npy files)"
     )
     parser.add_argument(
@@ -45,7 +51,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Count, choose or copy, write, report."""
-    counts = count_tokens(args.root, args.vocab_size, storage_options(args))
+    counts = count_tokens(args.root, args.vocab_size, storage_options(args), args.max_length)
     kept = None if args.checkpoint is None else find_map(args.checkpoint, len(counts))
     found = kept or build_map(counts, args.size)
     written = [] if args.out is None else save_map(found, args.out)

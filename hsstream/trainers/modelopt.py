@@ -72,7 +72,7 @@ class ModelOptSamples(Dataset[dict[str, Any]]):
         catalog = open_catalog(roots, storage_options)
         self._info = catalog.first.index.info
         self._places = check(self._info, _need(aux_layers, aux=_has_aux(self._info)))
-        select, self.dropped = _selected(catalog, select, answer_only_loss, train_len, storage_options)
+        select, self.dropped = _selected(catalog, select, answer_only_loss, train_len)
         self._samples = Samples(roots, select, storage_options)
         self._answer_only_loss, self._train_len = answer_only_loss, train_len
 
@@ -137,7 +137,7 @@ class ModelOptBatches(Stream[Served]):
         catalog = open_catalog(roots, storage_options)
         info = catalog.first.index.info
         places = check(info, _need(aux_layers, aux=_has_aux(info)))
-        select, self.dropped = _selected(catalog, select, answer_only_loss, train_len, storage_options)
+        select, self.dropped = _selected(catalog, select, answer_only_loss, train_len)
         # One token more than is delivered: the label of the last one.
         batching = Batching(
             batch_size=batch_size, pad_to=(train_len + 1,), overlong="truncate", max_length=train_len + 1
@@ -181,15 +181,11 @@ def _labels(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _selected(
-    catalog: Catalog,
-    select: Select,
-    answer_only_loss: bool,
-    train_len: int | None,
-    storage_options: dict[str, Any] | None,
+    catalog: Catalog, select: Select, answer_only_loss: bool, train_len: int | None
 ) -> tuple[Select, dict[str, int]]:
     if not answer_only_loss:
         return select, {"untrainable": 0}
-    return trainable(catalog, select, Rule(limit=train_len, start=1), storage_options)
+    return trainable(catalog, select, Rule(limit=train_len, start=1))
 
 
 def draft_layers(model: Any) -> tuple[tuple[int, ...], int | None]:

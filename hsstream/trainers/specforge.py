@@ -138,7 +138,7 @@ class SpecForgeBatches(Stream[Any]):
         steps = ttt_length if self._strategy.eagle else None
         places = check(catalog.first.index.info, need(self._strategy, layers, hidden_size, steps))
         rule = Rule(max_length, behind=int(self._strategy.eagle), adjacent=self._strategy.adjacent)
-        select, self.dropped = trainable(catalog, select, rule, storage_options)
+        select, self.dropped = trainable(catalog, select, rule)
         self._full = _samples(catalog, select) // batch_size if drop_last else None
         self._lengths = _lengths(catalog) if usp is not None else {}
         self.dataset = HiddenStateDataset(

@@ -68,8 +68,8 @@ def launch(
     target = models.get_verifier_config(
         verifier.verifier_name_or_path, trust_remote_code=verifier.trust_remote_code
     )
-    data = Preprocessed(Path(resolved.data.data_path), list(roots), storage_options, rows=not stream)
-    data.ensure(target.vocab_size)
+    folder, limit = Path(resolved.data.data_path), resolved.data.total_seq_len
+    Preprocessed(folder, list(roots), limit, storage_options, rows=not stream).ensure(target.vocab_size)
     run = _Run(train, list(roots), storage_options, resolved.speculator_type)
     changes: list[tuple[Any, str, Any]] = [(train, "build_draft_model", run.build_draft_model)]
     if stream:
@@ -151,22 +151,29 @@ class _Run:
 class Preprocessed:
     """What speculators wants at `--data-path`: rows of ids and masks, and counts for its draft vocabulary.
 
-    rows: whether the rows are wanted; packed batches of our own do without. Rank 0 makes what is missing, the
-    others wait for it; a vocabulary made before is kept.
+    max_length: tokens of a sample that are trained on, and so counted. rows: whether the rows are wanted;
+    packed batches of our own do without. Rank 0 makes what is missing, the others wait for it; a vocabulary
+    made before is kept.
     """
 
     def __init__(
         self,
         folder: Path,
         roots: list[str],
+        max_length: int,
         storage_options: dict[str, Any] | None,
         rows: bool = True,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self._folder, self._roots, self._options = folder, roots, storage_options
+        self._max_length = max_length
         self._rows, self._wait_seconds = rows, wait_seconds
         catalog = open_catalog(roots, storage_options)
-        self._origin = {"indexes": catalog.digests(), "samples": len(catalog.lengths)}
+        self._origin = {
+            "indexes": catalog.digests(),
+            "samples": len(catalog.lengths),
+            "max_length": max_length,
+        }
 
     def ensure(self, vocab_size: int) -> None:
         """All of it is there, and of these roots, when this returns.
@@ -191,7 +198,7 @@ class Preprocessed:
         if not all((self._folder / name).exists() for name in wanted):
             return False
         recorded = self._recorded()
-        return recorded is None or recorded.get("indexes") == self._origin["indexes"]
+        return recorded is None or recorded == self._origin
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self._wait_seconds
@@ -205,18 +212,19 @@ class Preprocessed:
 
     def _make(self, vocab_size: int) -> None:
         recorded, has_rows = self._recorded(), (self._folder / ROWS).exists()
-        grown = recorded is not None and recorded.get("indexes") != self._origin["indexes"]
-        if grown and recorded is not None:
+        stale = recorded is not None and recorded != self._origin
+        if stale and recorded is not None:
             logger.warning(
-                "%s was made of %s samples, the roots have %d now: it is made again",
-                self._folder, recorded.get("samples"), self._origin["samples"],
+                "%s was made of %s samples of up to %s tokens; now there are %d, cut to %d: it is made again",
+                self._folder, recorded.get("samples"), recorded.get("max_length"), self._origin["samples"],
+                self._max_length,
             )  # fmt: skip
         # Rows without a record are the user's own.
         ours = recorded is not None or not has_rows
-        if self._rows and (grown or not has_rows):
+        if self._rows and (stale or not has_rows):
             write_arrow(self._roots, self._folder, self._options)
-        if grown or not (self._folder / FREQUENCIES).exists():
-            counts = count_tokens(self._roots, vocab_size, self._options)
+        if stale or not (self._folder / FREQUENCIES).exists():
+            counts = count_tokens(self._roots, vocab_size, self._options, self._max_length)
             buffer = io.BytesIO()
             torch.save({token: int(n) for token, n in enumerate(counts) if n}, buffer)
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ class SpeculatorsBatches(Stream[Served]):
         # A shifted document takes one place less than it has tokens.
         room = total_seq_len + 1 if self._shift else total_seq_len
         rule = Rule(limit=room, start=int(self._shift))
-        select, self.dropped = trainable(catalog, select, rule, storage_options)
+        select, self.dropped = trainable(catalog, select, rule)
         self.dataset = HiddenStateDataset(
             roots,
             Batching(max_tokens=room, mode="pack", overlong="truncate"),

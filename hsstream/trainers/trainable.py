@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hsstream.catalog import Catalog
-from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError
-from hsstream.plan import Batching, Order
 from hsstream.selection import Select, select_samples
+from hsstream.supervision import read_masks
 
 logger = logging.getLogger("hsstream")
 
 Bools = NDArray[np.bool_]
-MASKS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -51,16 +48,15 @@ class Rule:
         return bool((seen[1:] & seen[:-1]).any() if self.adjacent else seen.any())
 
 
-def trainable(
-    catalog: Catalog, select: Select, rule: Rule, storage_options: dict[str, Any] | None = None
-) -> tuple[Select, dict[str, int]]:
+def trainable(catalog: Catalog, select: Select, rule: Rule) -> tuple[Select, dict[str, int]]:
     """(what HiddenStateDataset shall select, {"untrainable": samples left out of `select`}).
 
     Raises:
         SampleError: nothing is left.
     """
     numbers = select_samples(catalog.keys, select) if select is not None else np.arange(len(catalog.lengths))
-    kept = _kept(catalog, numbers, rule, storage_options)
+    sure, kept = decided(catalog, numbers, rule)
+    kept[~sure] = [rule.holds(mask) for mask in read_masks(catalog, numbers[~sure])]
     if kept.all():
         return select, {"untrainable": 0}
     if not kept.any():
@@ -82,23 +78,12 @@ def trainable(
     return [keys[number] for number in numbers[kept].tolist()], dropped
 
 
-def _kept(
-    catalog: Catalog, numbers: NDArray[np.int64], rule: Rule, storage_options: dict[str, Any] | None
-) -> Bools:
-    sure, kept = decided(catalog, numbers, rule)
-    for number, mask in _masks(catalog, numbers[~sure], storage_options):
-        kept[numbers == number] = rule.holds(mask)
-    return kept
-
-
 def decided(catalog: Catalog, numbers: NDArray[np.int64], rule: Rule) -> tuple[Bools, Bools]:
     """(which samples the index decides, the decisions): both [n]."""
-    facts = {
-        name: np.concatenate([source.index.table.numbers[name] for source in catalog.sources])[numbers]
-        for name in ("tokens", "supervised", "supervised_first", "supervised_last")
-    }
-    count, first, last = facts["supervised"], facts["supervised_first"], facts["supervised_last"]
-    stop = rule.stops(facts["tokens"])
+    count, first, last = (
+        catalog.numbers(name)[numbers] for name in ("supervised", "supervised_first", "supervised_last")
+    )
+    stop = rule.stops(catalog.lengths[numbers])
     inside = (count > 0) & (first >= rule.start) & (last < stop)
     outside = (count == 0) | (first >= stop) | (last < rule.start)
     if not rule.adjacent:
@@ -109,36 +94,3 @@ def decided(catalog: Catalog, numbers: NDArray[np.int64], rule: Rule) -> tuple[B
     yes = inside & (count > (span + 1) // 2)
     no = outside | (count < 2) | (first + 1 >= stop) | (last - 1 < rule.start)
     return yes | no, yes
-
-
-def _masks(
-    catalog: Catalog, numbers: NDArray[np.int64], storage_options: dict[str, Any] | None
-) -> Iterator[tuple[int, NDArray[Any]]]:
-    """(number in the catalog, mask [S]) of some samples; every root is read by itself."""
-    begin = 0
-    for source in catalog.sources:
-        count = len(source.index.table)
-        here = numbers[(numbers >= begin) & (numbers < begin + count)]
-        if len(here):
-            keys = [source.index.table.key(int(number) - begin) for number in here]
-            masks = _masks_of(source.root, keys, int(catalog.lengths[here].max()), storage_options)
-            yield from zip(here.tolist(), masks, strict=True)
-        begin += count
-
-
-def _masks_of(
-    root: str, keys: list[str], longest: int, storage_options: dict[str, Any] | None
-) -> Iterator[NDArray[Any]]:
-    dataset = HiddenStateDataset(
-        root,
-        Batching(max_tokens=max(longest, MASKS_AT_ONCE), mode="pack"),
-        Order(shuffle=False),
-        select=keys,
-        tensors=["loss_mask"],
-        storage_options=storage_options,
-        rank=0,
-        world_size=1,
-    )
-    for batch in dataset:
-        ends = np.cumsum(batch["lengths"].numpy())
-        yield from np.split(batch["loss_mask"][0, : ends[-1]].numpy(), ends[:-1])

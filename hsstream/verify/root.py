@@ -38,7 +38,8 @@ def verify(
 
     Args:
         store: the root. Every shard is read once, from front to back.
-        deep: decode every block, and refuse codes that no writer stores, NaN and Inf.
+        deep: decode every block, and refuse codes that no writer stores, NaN and Inf, and supervised rows of
+            `last_hidden_state` that are all zeros.
         workers: shards checked side by side; by default one a core, or 8 for a remote root.
         progress: called as bytes are done.
         shards: names of shards to check alone, without a manifest; by default all at the root.

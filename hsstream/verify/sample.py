@@ -19,8 +19,8 @@ from hsstream.encoding import is_finite
 from hsstream.errors import CorruptDataError, FormatError, SchemaMismatchError
 from hsstream.header import MAX_HEADER_BYTES, Header, TensorHeader
 from hsstream.index import check_sample as check_against_index
-from hsstream.runs import reachable_runs
-from hsstream.sample import Sample
+from hsstream.runs import reachable_runs, stored_rows
+from hsstream.sample import TEACHER, Sample, zero_rows
 from hsstream.schema import DatasetInfo, Schema
 from hsstream.table import TAR_BLOCK, SampleTable, facts_of
 from hsstream.verify.members import Shard, header_name, member_end
@@ -110,7 +110,9 @@ class _SampleCheck:
     def _tensor(self, tensor: TensorHeader, at: int, tokens: int) -> int:
         """Every member of a tensor, the first of which begins at byte `at`; where the last one ends."""
         name, tally = tensor.spec.name, _Tally(tensor)
-        decoder = _Decoder(tensor) if self._shard.deep and tensor.rows else None
+        supervised = self._values.get("loss_mask") if name == TEACHER else None
+        info = self._shard.result.info
+        decoder = _Decoder(tensor, info, supervised) if self._shard.deep and tensor.rows else None
         sizes = list(map(sum, tensor.stored))
         for member, (extension, size) in enumerate(zip(tensor.spec.member_extensions(), sizes, strict=True)):
             place = (f"{self._key}.{extension}", at, size)
@@ -132,6 +134,8 @@ class _SampleCheck:
         try:
             value = read_tensor(tensor, [payload].__getitem__, range(tokens))
             deliver(name, value)
+            if self._shard.result.info is not None:
+                _check_ids(self._shard.result.info, name, value)
         except FormatError as error:
             self._shard.blame(error, self._key, name)
         else:
@@ -185,10 +189,18 @@ def _wrong_runs(header: Header, info: DatasetInfo, mask: torch.Tensor | None) ->
 
 
 class _Decoder:
-    """Decodes one block after another into the same memory, and looks at the values."""
+    """Decodes one block after another into the same memory, and looks at the values.
 
-    def __init__(self, tensor: TensorHeader) -> None:
-        spec = tensor.spec
+    supervised: of the teacher's states, the loss mask [S].
+    """
+
+    def __init__(
+        self, tensor: TensorHeader, info: DatasetInfo | None, supervised: torch.Tensor | None
+    ) -> None:
+        spec, self._info = tensor.spec, info
+        self._supervised = supervised
+        if supervised is not None and tensor.row_runs is not None:
+            self._supervised = supervised[stored_rows(tensor.row_runs, range(len(supervised)))]
         # Without runs a row of the tensor is a stored row, and a block is a range of them.
         self._tensor = replace(tensor, row_runs=None)
         self._out = torch.empty((min(tensor.rows_per_block, tensor.rows), *spec.row_shape), dtype=spec.dtype)
@@ -201,6 +213,18 @@ class _Decoder:
         values = self._out[: last - first]
         if values.dtype.is_floating_point and not is_finite(values):
             raise CorruptDataError("NaN or Inf among the values", "bad_code")
+        if self._info is not None:
+            _check_ids(self._info, self._tensor.spec.name, values)
+        if self._supervised is not None:
+            zero = zero_rows(values[:, 0], self._supervised[first:last])
+            if len(zero):
+                text = f"{len(zero)} supervised rows are all zeros: they were never captured"
+                raise CorruptDataError(text, "bad_code")
+
+
+def _check_ids(info: DatasetInfo, name: str, value: torch.Tensor) -> None:
+    if wrong := info.wrong_ids(name, value):
+        raise CorruptDataError(wrong, "bad_code")
 
 
 class _Tally:

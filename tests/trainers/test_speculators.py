@@ -336,7 +336,7 @@ def test_a_root_that_has_grown_is_trained_on_whole(
     again = words_for(verifier, tmp_path, "--no-resume-from-checkpoint")
     assert main(["train", "speculators", "--root", str(root), "--", *again]) == 0
     assert rows_at(tmp_path) == 4
-    assert "made of 3 samples, the roots have 4 now" in caplog.text
+    assert "made of 3 samples of up to 120 tokens; now there are 4" in caplog.text
     frequencies = torch.load(tmp_path / "data" / "token_freq.pt", weights_only=True)
     assert sum(frequencies.values()) == 15 + 20 + 25 + 10
 
@@ -390,7 +390,7 @@ def test_a_rank_does_not_wait_for_ever(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(StorageError, match="rank 0 has not made"):
-        Preprocessed(tmp_path, [str(dumped[1])], None, wait_seconds=0).ensure(VOCAB)
+        Preprocessed(tmp_path, [str(dumped[1])], 120, None, wait_seconds=0).ensure(VOCAB)
 
 
 def test_layers_that_the_draft_model_reads_must_be_stored(

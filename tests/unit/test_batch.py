@@ -262,6 +262,43 @@ def test_a_batch_keeps_its_attributes_through_what_a_dataloader_does(through: An
     assert torch.equal(again["states"].dequantize(), made()["states"].dequantize())
 
 
+@pytest.mark.parametrize("through", [Batch.copy, lambda batch: batch | {}, lambda batch: batch.to()])
+def test_a_batch_made_of_a_batch_is_one(through: Any) -> None:
+    assert is_whole(through(made()))
+
+
+def test_batches_are_equal_by_their_values() -> None:
+    assert made() == made()
+    assert made().to("cpu") == made().to("cpu") != made()
+    assert made() | {"input_ids": torch.zeros(1, 2)} != made()
+    assert made() | {"keys": ["b"]} != made()
+    other = made()
+    other["states"].codes[0, 0, 0] = 0
+    assert other != made()
+    assert made() == dict(made()) == made()
+    assert made() != [*made()]
+    with pytest.raises(TypeError):
+        made() | 5
+
+
+@pytest.mark.parametrize(
+    "words", [(torch.float32,), ("cpu", torch.float32), (None, torch.float32), (torch.float32, True)]
+)
+def test_a_dtype_is_for_states_alone(words: tuple[Any, ...]) -> None:
+    batch = made() | {
+        "input_ids": torch.ones(1, 2, dtype=torch.int64),
+        "loss_mask": torch.ones(1, 2, dtype=torch.bool),
+        "last": torch.ones(1, 2, 4, dtype=torch.bfloat16),
+    }
+    dtypes = {name: value.dtype for name, value in batch.to(*words).items() if name != "keys"}
+    assert dtypes == {
+        "input_ids": torch.int64, "loss_mask": torch.bool, "last": torch.float32, "states": torch.float32
+    }  # fmt: skip
+    assert batch.to("cpu", True)["last"].dtype is torch.bfloat16
+    with pytest.raises(TypeError, match="cast to a floating-point dtype"):
+        batch.to(torch.int64)
+
+
 def test_moving_a_batch_dequantises_and_keeps_the_rest() -> None:
     batch = made()
     moved = batch.to("cpu", non_blocking=True)

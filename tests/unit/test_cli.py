@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import write_root
 
 import hsstream.cli
 from hsstream.cli import main
@@ -345,6 +346,19 @@ def test_simulate_of_what_cannot_be(call: Call, root: Path, words: list[str], me
 
 def test_simulate_cuts_when_asked(call: Call, root: Path) -> None:
     assert call("simulate", root, "--max-tokens", 20, "--truncate")[0] == 0
+
+
+def test_simulate_leaves_out_what_a_cut_leaves_without_supervised_tokens(call: Call, tmp_path: Path) -> None:
+    masks = {"a": [0] * 20 + [1] * 20, "b": [1] * 40, "c": [0] * 40, "d": [0, 1] * 20}
+    made = {key: {"loss_mask": torch.tensor(mask, dtype=torch.uint8)} for key, mask in masks.items()}
+    root = write_root(tmp_path, made=made, model=None)
+    words = ("simulate", root, "--batch-size", 1, "--min-supervised", 11)
+    steps = [policy["steps"] for policy in document(call, *words)["policies"]]
+    assert set(steps) == {3}
+    cut = document(call, *words, "--max-length", 20, "--truncate")["policies"]
+    assert {policy["steps"] for policy in cut} == {1}
+    code, _, err = call(*words[:-1], 41)
+    assert (code, err) == (2, "hsstream: none of 4 samples has 41 supervised tokens\n")
 
 
 # ---------------------------------------------------------------- the command line itself

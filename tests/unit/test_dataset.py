@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import hsstream as hs
 from hsstream import dataset as dataset_module
-from hsstream import encoding
+from hsstream import encoding, supervision
 from hsstream import memory as memory_module
 from hsstream.plan import plan_epoch
 from hsstream.storage.local import LocalStore
@@ -391,6 +391,93 @@ def test_filters_drop_and_count(root: Path) -> None:
     ds = load(root, min_supervised=least)
     assert sorted(sum(keys(ds), ())) == kept
     assert ds.dropped == {"min_supervised": 20 - len(kept)}
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """Samples of 90 tokens with masks of every kind around a cut at 50."""
+    random = np.random.default_rng(0)
+    masks = [(random.random(90) < share).astype(int).tolist() for share in (0.02, 0.05, 0.5, 0.9) * 10]
+    masks += [[0] * 90, [0] * 50 + [1] * 40, [0] * 49 + [1] * 41, [1] * 50 + [0] * 40, [1] * 90]
+    made = {
+        f"s{n:02d}": {"input_ids": torch.arange(90), "loss_mask": torch.tensor(mask, dtype=torch.uint8)}
+        for n, mask in enumerate(masks)
+    }
+    return write_root(tmp_path_factory.mktemp("masked"), made=made, model=None, shard_samples=7), masks
+
+
+@pytest.mark.parametrize("least", [1, 2, 5, 26, 45, 50, 51])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"max_length": 50, "batch_size": 2},
+        {"max_tokens": 50, "mode": "pack"},
+        {"batch_size": 2, "pad_to": (16, 50)},
+    ],
+)
+def test_supervised_tokens_behind_the_cut_do_not_count(
+    masked: tuple[Path, list[list[int]]], least: int, cut: dict[str, Any]
+) -> None:
+    root, masks = masked
+    kept = [f"s{n:02d}" for n, mask in enumerate(masks) if sum(mask[:50]) >= least]
+    options = {"order": STORED, "min_supervised": least}
+    if not kept:
+        with pytest.raises(hs.SampleError, match="no sample is left of 45"):
+            load(root, hs.Batching(overlong="truncate", **cut), **options)
+        return
+    ds = load(root, hs.Batching(overlong="truncate", **cut), **options)
+    assert ds.dropped == {"min_supervised": len(masks) - len(kept)}
+    batches = list(ds)
+    assert sorted(sum(keys(batches), ())) == kept
+    assert all((batch.supervised >= least).all() for batch in batches)
+
+
+def test_masks_are_read_only_where_the_index_cannot_decide(
+    masked: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, masks = masked
+    read: list[int] = []
+    monkeypatch.setattr(
+        supervision,
+        "read_masks",
+        lambda catalog, samples, stops: read.extend(samples) or [[1]] * len(samples),
+    )
+    cut = hs.Batching(batch_size=2, max_length=50, overlong="truncate")
+    load(root, cut, min_supervised=1)
+    load(root, hs.Batching(batch_size=2), min_supervised=26)
+    assert read == []
+    load(root, cut, min_supervised=26)
+    assert 0 < len(read) < len(masks)
+    assert not {41, 43, 44} & set(read)
+
+
+def test_parts_of_the_token_axis_have_one_plan(masked: tuple[Path, list[list[int]]]) -> None:
+    root, masks = masked
+    cut = hs.Batching(batch_size=2, pad_to=8, max_length=48, overlong="truncate")
+    parts = [load(root, cut, order=STORED, token_shard=(part, 2, 0), min_supervised=3) for part in (0, 1)]
+    kept = [f"s{n:02d}" for n, mask in enumerate(masks) if sum(mask[:48]) >= 3]
+    assert [list(sum(keys(part), ())) for part in parts] == [kept, kept]
+    for first, second in zip(*parts, strict=True):
+        assert (first.supervised + second.supervised >= 3).all()
+
+
+def test_no_epoch_is_read_to_find_a_key(root: Path) -> None:
+    ds = load(root)
+    with pytest.raises(TypeError, match="HiddenStateDataset"):
+        "s0001" in ds  # noqa: B015
+    assert ds.state_dict()["consumed"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int64, None])
+def test_states_are_delivered_in_floating_point(root: Path, dtype: Any) -> None:
+    with pytest.raises(hs.SampleError, match=r"dtype, of delivered .* is a floating-point torch\.dtype"):
+        load(root, dtype=dtype)
+
+
+@pytest.mark.parametrize("layers", ["01", [0.0], 1])
+def test_layers_are_integers(root: Path, layers: Any) -> None:
+    with pytest.raises(hs.SampleError, match="layers is a list of integers"):
+        load(root, layers=layers)
 
 
 # --- several roots

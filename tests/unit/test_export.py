@@ -191,7 +191,7 @@ def _change(made: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tenso
     if change == "extra":
         return made | {"router": torch.zeros(5, 2)}
     if change == "width":
-        return made | {"last_hidden_state": torch.zeros(5, 8).bfloat16()}
+        return made | {"last_hidden_state": torch.ones(5, 8).bfloat16()}
     return {name: value for name, value in made.items() if name != change}
 
 

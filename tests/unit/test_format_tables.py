@@ -13,7 +13,7 @@ import torch
 from forge import Shard, read_index
 from samples import MODEL, write_root
 
-from hsstream import blocks, header, sample, schema, shard, table, writer
+from hsstream import blocks, header, model_info, sample, schema, shard, table, writer
 from hsstream.codecs import CODECS, codec_from_header
 from hsstream.codecs.base import Codec
 from hsstream.errors import REASONS, SampleError
@@ -189,10 +189,10 @@ def test_reasons() -> None:
 
 
 def test_model_facts() -> None:
-    assert column("fact") == [field.name for field in fields(sample.ModelInfo)]
+    assert column("fact") == [field.name for field in fields(model_info.ModelInfo)]
     meanings = dict(rows("fact"))
-    assert [choice for choice in sample.CONVENTIONS if choice in meanings["layer_id_convention"]] == list(
-        sample.CONVENTIONS
+    assert [choice for choice in model_info.CONVENTIONS if choice in meanings["layer_id_convention"]] == list(
+        model_info.CONVENTIONS
     )
     assert meanings["last_hidden_norm"].startswith("pre, post or unknown")
-    assert sample.NORM_CHOICES == ("pre", "post", "unknown")
+    assert model_info.NORM_CHOICES == ("pre", "post", "unknown")

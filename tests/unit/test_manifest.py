@@ -15,6 +15,7 @@ from forge import Shard, change_index, forge, numbers, pack, read_index, replace
 from samples import MODEL, content, tensors, write_root
 
 import hsstream as hs
+from hsstream.cli import main
 from hsstream.errors import FormatError, SchemaMismatchError, StorageError
 from hsstream.index import DatasetIndex
 from hsstream.manifest import commit_all, open_dataset, read_manifest
@@ -86,6 +87,17 @@ def test_a_key_sealed_twice_differently_is_refused_with_the_places(tmp_path: Pat
     with pytest.raises(FormatError, match=r"1 keys .*: s1 \(hs-000000.tar and later-000000.tar\)") as caught:
         commit_all(open_store(tmp_path / "a"))
     assert caught.value.reason == "duplicate_key"
+    assert "move one shard of each pair into a root of its own" in str(caught.value)
+    assert "`hsstream recode ROOT OTHER NEW`, with a --prefix" in str(caught.value)
+
+
+def test_the_advice_for_clashing_keys_and_codecs_works(tmp_path: Path) -> None:
+    """What the messages say to do gives one data set of everything."""
+    write_root(tmp_path / "a")
+    write_root(tmp_path / "b", made={"s1": tensors(12, seed=5)}, name="later", codec="planes")
+    both = [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "c"), "--prefix", "x-", "--prefix", "y-"]
+    assert main(["recode", *both, "--codec", "fp8"]) == 0
+    assert hs.ShardReader(tmp_path / "c").keys() == ["x-s0", "x-s1", "x-s2", "y-s1"]
 
 
 def test_shards_of_two_schemas_are_refused_with_the_shard_and_field(tmp_path: Path) -> None:
@@ -95,6 +107,7 @@ def test_shards_of_two_schemas_are_refused_with_the_shard_and_field(tmp_path: Pa
     with pytest.raises(SchemaMismatchError, match=r"aux_hidden_states.codec differs") as caught:
         commit_all(open_store(tmp_path / "a"))
     assert caught.value.shard == "later-000000.tar"
+    assert "the first shard: hs-000000.tar); move the shards of one kind" in str(caught.value)
 
 
 def test_a_data_set_of_another_model_is_refused(root: Path) -> None:

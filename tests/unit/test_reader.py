@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from samples import Tensors, exact, exact_set, same, write_exact
@@ -74,6 +75,42 @@ def test_samples_are_found_by_number_and_key(tmp_path: Path) -> None:
             assert same(sample.tensors, written[key])
     assert [sample.key for sample in reader] == list(written)
     assert reader.manifest == json.loads((tmp_path / "manifest.json").read_text())
+
+
+def test_a_key_is_looked_up_without_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_exact(tmp_path, [5, 3])
+    reader, store = counted(tmp_path, monkeypatch)
+    assert "s0001" in reader
+    assert all(other not in reader for other in ("s0002", 0, None, b"s0001", ["s0001"]))
+    assert store.ranges == []
+
+
+def test_samples_are_items_by_any_integer(tmp_path: Path) -> None:
+    write_exact(tmp_path, [5, 3, 9])
+    reader = hs.ShardReader(tmp_path)
+    for one in (1, -2, np.int64(1), np.uint8(1), torch.tensor(1), "s0001", np.str_("s0001")):
+        assert reader[one] == reader.read(one) == list(reader)[1]
+    assert [sample.key for sample in reversed(reader)] == ["s0002", "s0001", "s0000"]
+    for wrong in (1.0, slice(0, 2), True, None, b"s0001"):
+        with pytest.raises(TypeError, match="a sample is named by its number or key"):
+            reader.read(wrong)
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (["aux"], "no such tensors: aux; the data set has input_ids, loss_mask, aux_hidden_states"),
+        (["input_ids", "labels", "aux"], "no such tensors: aux, labels;"),
+        ([], r"no such tensors: \(none asked for\)"),
+        ("x_input_ids_y", "tensors is a list of names, found the text 'x_input_ids_y'"),
+        ("input_ids", "tensors is a list of names"),
+        ([5], "no such tensors: 5"),
+    ],
+)
+def test_unknown_tensors_are_refused(tmp_path: Path, names: Any, match: str) -> None:
+    write_exact(tmp_path, [5])
+    with pytest.raises(hs.SampleError, match=match):
+        hs.ShardReader(tmp_path).read(0, tensors=names)
 
 
 @pytest.mark.parametrize(("asked", "error"), [("none", KeyError), (4, IndexError), (-5, IndexError)])

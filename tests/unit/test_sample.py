@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from samples import tensors
 
 from hsstream.errors import SampleError, SchemaMismatchError
-from hsstream.sample import DTYPES, MAX_NESTING, ModelInfo, member_order, prepare_sample
+from hsstream.sample import DTYPES, MAX_NESTING, ModelInfo, Sample, member_order, prepare_sample
 
 IDS = {"input_ids": torch.arange(4)}
 KEYS = {"a", "0", "A-b_c9", "x" * 56, "0_", "9-"}
@@ -59,7 +60,8 @@ BAD_TENSORS: dict[str, tuple[Any, str]] = {
     "rank of states": ({"aux_hidden_states": torch.zeros(3, 4)}, "aux_hidden_states must have 3 axes"),
     "float ids": ({"input_ids": torch.zeros(3)}, "input_ids must be integers, got torch.float32"),
     "bool ids": ({"input_ids": torch.zeros(3, dtype=torch.bool)}, "input_ids must be integers"),
-    "ids above 32 bits": ({"input_ids": torch.tensor([2**31])}, "values other than 32-bit integers"),
+    "negative ids": ({"input_ids": torch.tensor([3, -100])}, "values other than ids of 0 to 2147483647"),
+    "ids above 32 bits": ({"input_ids": torch.tensor([2**31])}, "values other than ids of 0 to 2147483647"),
     "integer states": ({"last_hidden_state": torch.zeros(3, 2, dtype=torch.int32)}, "must be floating point"),
     "mask above 1": ({"loss_mask": torch.tensor([0, 2])}, "values other than 0 and 1"),
     "fractional mask": ({"loss_mask": torch.tensor([0.5, 1.0])}, "values other than 0 and 1"),
@@ -211,12 +213,55 @@ def test_model_facts_survive_plain_data_and_ignore_later_ones() -> None:
         ({"num_layers": True}, "model.num_layers must be int"),
         ({"name": 5}, "model.name must be str"),
         ({"aux_layer_ids": "abc"}, "model.aux_layer_ids must be integers"),
+        ({"hidden_size": -5}, "model.hidden_size must be at least 1, got -5"),
+        ({"num_layers": 0}, "model.num_layers must be at least 1, got 0"),
+        ({"vocab_size": 0}, "model.vocab_size must be at least 1, got 0"),
+        ({"aux_layer_ids": (-1, 2)}, r"model.aux_layer_ids are from 0, got -1 in \[-1, 2\]"),
+        (
+            {"aux_layer_ids": (1, 4), "num_layers": 4, "layer_id_convention": "layer_output_0based"},
+            r"from 0 to 3, of 4 layers, got 4 in \[1, 4\]",
+        ),
+        (
+            {"aux_layer_ids": (1, 5), "num_layers": 4, "layer_id_convention": "hf_hidden_states_index"},
+            "from 0 to 4, of 4 layers, got 5",
+        ),
+        ({"aux_layer_ids": (1, 5), "num_layers": 4}, "from 0 to 4, of 4 layers, got 5"),
+        ({"aux_layer_ids": (1, 2), "aux_hidden_norm": ("pre",)}, "has 1 entries for 2 aux_layer_ids"),
+        ({"draft_vocab_hash": "xyz"}, "model.draft_vocab_hash must be 16 hexadecimal digits, got 'xyz'"),
+        ({"draft_vocab_hash": 5}, "model.draft_vocab_hash must be 16 hexadecimal digits, got 5"),
         ({"engine_flags": []}, "model.engine_flags must be dict"),
     ],
 )
 def test_model_facts_that_are_not_allowed(facts: dict[str, Any], message: str) -> None:
     with pytest.raises(SampleError, match=message):
         ModelInfo(**facts)
+
+
+def test_captured_layers_reach_from_the_first_to_the_last() -> None:
+    for convention, last in (("layer_output_0based", 3), ("hf_hidden_states_index", 4), (None, 4)):
+        facts = ModelInfo(num_layers=4, aux_layer_ids=(0, last), layer_id_convention=convention)
+        assert facts.aux_layer_ids == (0, last)
+
+
+def test_samples_are_equal_by_their_values() -> None:
+    def made() -> Sample:
+        return Sample("k", {"x": torch.arange(3)}, {"a": 1}, {"x": torch.ones(3, dtype=torch.bool)})
+
+    others = [
+        replace(made(), key="l"),
+        replace(made(), tensors={"x": torch.tensor([0, 1, 3])}),
+        replace(made(), tensors={"x": torch.arange(3).int()}),
+        replace(made(), tensors={"x": torch.arange(4)}),
+        replace(made(), tensors={"y": torch.arange(3)}),
+        replace(made(), meta={}),
+        replace(made(), stored_rows={}),
+        "k",
+    ]
+    assert made() == made()
+    assert not any(made() == other for other in others)
+    assert made() in [made()]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(made())
 
 
 def test_two_models_are_told_apart_by_the_first_field_that_differs() -> None:

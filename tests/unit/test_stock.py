@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from forge import Shard
 from readers import stock_samples
 from samples import content, write_root
 
 import hsstream as hs
-from hsstream.errors import FormatError
+from hsstream.errors import FormatError, TruncatedShardError
+from hsstream.stock import decode_all
 
 
 @pytest.fixture
@@ -49,3 +53,53 @@ def test_stock_samples_that_are_refused(
         hs.decode(given)
     assert caught.value.reason == reason
     assert str(caught.value.shard).endswith("hs-000000.tar")
+
+
+# ---------------------------------------------------------------- a shard that was cut
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[Path]:
+    return sorted(write_root(tmp_path / "root", (5, 6, 7, 8), shard_samples=2).glob("*.tar"))
+
+
+def cut(shard: Path, samples: int) -> None:
+    """End a shard behind so many samples, between two members: no tar reader sees an error there."""
+    columns = Shard(shard).index["columns"]
+    width, data = columns["offset"]
+    offsets = np.frombuffer(data, width)
+    with shard.open("r+b") as file:
+        file.truncate(int(offsets[samples]))
+
+
+def test_all_samples_of_whole_shards_come_decoded(shards: list[Path]) -> None:
+    root = shards[0].parent
+    assert list(decode_all(stock_samples(shards), root)) == list(hs.ShardReader(root))
+    assert len(list(decode_all(stock_samples(shards[1:]), root))) == 2
+    assert len(list(decode_all(stock_samples([shards[0]] * 3), root))) == 6
+    assert next(decode_all(stock_samples(shards), root)).key == "s0"
+    assert list(decode_all([], root)) == []
+    piped = (raw | {"__url__": f"pipe:cat {raw['__url__']} || exit 1"} for raw in stock_samples(shards))
+    assert len(list(decode_all(piped, root))) == 4
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_shard_cut_between_samples_is_noticed(shards: list[Path], tmp_path: Path, number: int) -> None:
+    """A copy on a node, say: the data set itself is whole."""
+    root = shards[0].parent
+    copies = [Path(shutil.copy(shard, tmp_path)) for shard in shards]
+    cut(copies[number], 1)
+    assert len(list(stock_samples(copies))) == 3  # without a word
+    found = decode_all(stock_samples(copies), root)
+    with pytest.raises(TruncatedShardError, match="the shard gave 1 samples, the data set says 2") as caught:
+        list(found)
+    assert caught.value.shard == copies[number].name
+    cut(shards[number], 1)
+    with pytest.raises(FormatError, match=r"the shard has .* bytes"):
+        next(decode_all(stock_samples(shards), root))
+
+
+def test_a_shard_of_another_data_set_is_refused(shards: list[Path], tmp_path: Path) -> None:
+    other = write_root(tmp_path / "other", name="other")
+    with pytest.raises(FormatError, match=r"not of this data set .shard hs-000000.tar"):
+        list(decode_all(stock_samples(shards), other))

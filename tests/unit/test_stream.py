@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from samples import Tensors, write_exact
 from hsstream import stream as stream_module
 from hsstream.batch import Batch, choose_columns, pad_places
 from hsstream.catalog import Catalog, Source
-from hsstream.errors import StorageError
+from hsstream.errors import FormatError, StorageError
 from hsstream.manifest import open_dataset
 from hsstream.memory import SlabPool
 from hsstream.stats import Clock
@@ -124,6 +126,32 @@ def test_batches_out_of_proportion_to_their_bytes_are_checked_first_and_read_all
     monkeypatch.setattr(stream_module, "SUSPICIOUS_BYTES", 0)
     monkeypatch.setattr(stream_module, "SUSPICIOUS_RATIO", 0)
     assert all(setting.holds(batch) for batch in setting.stream())
+
+
+class Recording(SlabPool):
+    """Remembers how much memory was asked for."""
+
+    asked = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self.asked += math.prod(shape) * dtype.itemsize
+        return super().empty(shape, dtype)
+
+
+@pytest.mark.parametrize("tokens", [25, 2_000_000])
+def test_an_index_that_lies_about_tokens_is_refused_before_memory_is_taken(
+    setting: Setting, tokens: int
+) -> None:
+    """Out of proportion to what is stored; a small lie is refused as well, after a batch of its size."""
+    setting.catalog.first.index.table.numbers["tokens"][0] = tokens
+    job, memory = next(setting.jobs()), Recording(1 << 30)
+    jobs = [replace(job, shape=(2, tokens))]
+    batches = stream(jobs, setting.columns, memory, 1, 1 << 30, setting.clock, 60.0)
+    with pytest.raises(
+        FormatError, match=f"the index has s0000 with {tokens} tokens, its header s0000 with 20"
+    ):
+        list(batches)
+    assert (memory.asked == 0) == (tokens > 25)
 
 
 def test_the_first_error_in_sequence_comes_after_the_batches_before_it(setting: Setting) -> None:

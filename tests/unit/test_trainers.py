@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, need: dict[str, Any], mess
         ({"layer_id_convention": None}, {"aux_layers": (1,)}, "does not say which"),
         ({"aux_hidden_norm": ("pre", "pre", "post")}, {"aux_layers": (8,)}, "layer 8 was captured after"),
         ({"hidden_size": 9}, {}, "8 wide, its model has hidden size 9"),
-        ({"aux_layer_ids": (1, 5)}, {}, "names 2 layers and holds 3"),
+        ({"aux_layer_ids": (1, 5), "aux_hidden_norm": None}, {}, "names 2 layers and holds 3"),
     ],
 )
 def test_what_the_data_set_does_not_say_is_refused(

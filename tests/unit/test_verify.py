@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forge import forge as forged
+from samples import write_root
 from servers import Nginx
 
 from hsstream.encoding import PlainRecord, encode, seal
-from hsstream.errors import REASONS, StorageError
+from hsstream.errors import REASONS, FormatError, StorageError
 from hsstream.index import combine
 from hsstream.manifest import MANIFEST, commit, commit_all, open_dataset, read_shard_index
+from hsstream.reader import ShardReader
 from hsstream.sample import ModelInfo, prepare_sample
 from hsstream.schema import DatasetInfo, Schema, schema_of
 from hsstream.shard import ShardBuilder
@@ -114,6 +117,38 @@ def test_good_data_has_no_findings(good: Path, deep: bool) -> None:
 def test_every_codec_and_every_choice_of_rows_is_good(tmp_path: Path, options: dict[str, Any]) -> None:
     fill(tmp_path, **options)
     assert check(tmp_path, deep=True).findings == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [({"aux_layer_ids": [1, 2, 3, 4, 5, 6, 7]}, "names 7"), ({"hidden_size": -5}, "at least 1, got -5")],
+)
+def test_impossible_facts_are_found(tmp_path: Path, facts: dict[str, Any], message: str) -> None:
+    write_root(tmp_path, shape={"layers": 3})
+    forged(tmp_path, lambda shard: shard.index["dataset"].update(model=facts))
+    report = check(tmp_path)
+    assert [(f.reason, f.shard) for f in report.findings] == [("bad_field", "hs-000000.tar")]
+    assert message in report.findings[0].message
+    with pytest.raises(FormatError, match=message):
+        ShardReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "deep"), [("input_ids", (4,), False), ("target_topk_ids", (4, 2), True)]
+)
+@pytest.mark.parametrize(("wrong", "message"), [(-1, "negative id -1"), (100, "id 100, model.")])
+def test_ids_outside_the_vocabulary_are_found(
+    tmp_path: Path, name: str, shape: tuple[int, ...], deep: bool, wrong: int, message: str
+) -> None:
+    made = {"a": {name: torch.zeros(shape, dtype=torch.int32)}}
+    write_root(tmp_path, made=made, model=ModelInfo(vocab_size=100), codec="raw", compression="none")
+    ids = torch.zeros(shape, dtype=torch.int32)
+    ids.view(-1)[1] = wrong
+    forged(tmp_path, lambda shard: shard.set_blocks("a", f"{name}.bin", [ids.numpy().tobytes()]))
+    report = check(tmp_path, deep=deep)
+    found = [f for f in report.findings if f.reason == "bad_code"]
+    assert [(f.key, f.tensor) for f in found] == [("a", name)]
+    assert message in found[0].message
 
 
 def test_samples_without_ids_and_masks_are_good(tmp_path: Path) -> None:

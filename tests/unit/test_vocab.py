@@ -43,6 +43,16 @@ def test_supervised_tokens_are_counted(root: Path) -> None:
     assert {token: int(n) for token, n in enumerate(counts) if n} == expected
 
 
+def test_what_is_behind_the_cut_is_not_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, cut = count_tokens(root), count_tokens(root, max_length=40)
+    behind: Counter[int] = Counter()
+    made = tensors(300, seed=2)
+    behind.update(made["input_ids"][40:][made["loss_mask"][40:]].tolist())
+    assert {token: int(n) for token, n in enumerate(whole - cut) if n} == behind
+    assert main(["vocab", str(root), "--size", "50", "--max-length", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["supervised_tokens"] == int(cut.sum())
+
+
 def test_no_state_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     member = DirectBytes.member

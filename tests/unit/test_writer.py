@@ -82,6 +82,54 @@ def test_facts_that_the_first_sample_contradicts_are_refused(
         assert writer.stats().samples == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "made", "message"),
+    [
+        ("input_ids", torch.tensor([5, 99, 100, 0]), "input_ids holds the id 100, model.vocab_size is 100"),
+        (
+            "target_topk_ids",
+            torch.tensor([[5, 700]] * 4),
+            "target_topk_ids holds the id 700, model.vocab_size is 100",
+        ),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(
+    tmp_path: Path, name: str, made: torch.Tensor, message: str
+) -> None:
+    with hs.ShardWriter(tmp_path, model=hs.ModelInfo(vocab_size=100)) as writer:
+        with pytest.raises(hs.SampleError, match=message):
+            writer.write("a", {name: made})
+        writer.write("b", {name: made % 100})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hidden_states", "aux_hidden_states or last_hidden_state"),
+        ("aux_hidden_state", "aux_hidden_states"),
+        ("last_hidden_states", "last_hidden_state"),
+        ("labels", "loss_mask"),
+        ("loss_masks", "loss_mask"),
+        ("inputs_ids", "input_ids"),
+    ],
+)
+def test_a_near_miss_of_a_canonical_name_is_warned_of_once(tmp_path: Path, name: str, meant: str) -> None:
+    made = {name: torch.ones(3, 4)}
+    with hs.ShardWriter(tmp_path) as writer:
+        with pytest.warns(UserWarning, match=f"'{name}' is stored as .* mean {meant}") as caught:
+            writer.write("a", made)
+        assert len(caught) == 1
+        writer.write("b", made)
+
+
+def test_names_of_ones_own_are_not_warned_of(tmp_path: Path) -> None:
+    own = ("router_logits", "mask", "logits", "hidden", "positions", "target_probs", "aux_loss")
+    with hs.ShardWriter(tmp_path / "own") as writer:
+        writer.write("a", {name: torch.ones(3, 2) for name in own})
+    with hs.ShardWriter(tmp_path / "beside") as writer:
+        writer.write("a", exact(4) | {"last_hidden_states": torch.ones(4), "labels": torch.ones(4)})
+
+
 # --- what is written
 
 
@@ -248,7 +296,7 @@ REFUSED_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     ),
     "integer states": (cast("aux_hidden_states", torch.int32), "must be floating point, got torch.int32"),
     "float ids": (cast("input_ids", torch.float32), "input_ids must be integers"),
-    "ids over 32 bits": (put("input_ids", torch.full((10,), 2**40)), "other than 32-bit integers"),
+    "ids over 32 bits": (put("input_ids", torch.full((10,), 2**40)), "other than ids of 0 to 2147483647"),
     "a mask of twos": (put("loss_mask", torch.full((10,), 2)), "other than 0 and 1"),
     "a mask of halves": (put("loss_mask", torch.full((10,), 0.5)), "other than 0 and 1"),
     "states of one axis": (put("last_hidden_state", torch.zeros(10)), "must have 2 axes"),
@@ -361,6 +409,7 @@ def test_a_first_sample_that_the_codec_cannot_hold_is_refused(tmp_path: Path) ->
     ("options", "message"),
     [
         ({"codec": {"nothing": "fp8"}}, "codec names tensors that the sample lacks: nothing"),
+        ({"compression": {"nothing": "lz4"}}, "compression names tensors that the sample lacks: nothing"),
         ({"compression": "brotli"}, "compression must be one of none, lz4, zstd, got 'brotli'"),
         ({"codec": "planes", "last_rows": "supervised"}, "needs loss_mask and last_hidden_state"),
     ],
