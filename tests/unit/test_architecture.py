@@ -35,6 +35,7 @@ LAYERS = (
     {"trainers"},
     {"audit"},
     {"cli"},
+    {"__main__"},
 )
 
 #: library -> the modules that may import it; a trailing slash means a whole package.
