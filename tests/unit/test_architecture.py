@@ -52,7 +52,7 @@ DOORS = {
     "pickle": ("sources/torchfile",),
     "safetensors": ("sources/", "weights"),
     "datasets": ("sources/",),
-    "matplotlib": ("cli/estimate", "simulate"),
+    "matplotlib": ("cli/picture", "cli/estimate_plot"),
     "transformers": ("estimate/model",),
     "numpy": ("",),
     "torch": ("",),
