@@ -4,6 +4,13 @@ The public names, and nothing else; the rooms behind them are described in DESIG
 FORMAT.md.
 """
 
+try:
+    import fcntl  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "hsstream runs on Linux and macOS: this platform has no POSIX file locks (fcntl); on Windows use WSL"
+    ) from None
+
 from hsstream.batch import Batch
 from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import (

@@ -9,15 +9,11 @@ time goes to the interpreter, threads only take its lock from each other.
 
 from __future__ import annotations
 
+import resource
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

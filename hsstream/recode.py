@@ -3,7 +3,7 @@
 In: roots whose tensors and model agree, and a `Recode`. Out: a new data set. What keeps its codec is
 carried over block by block, hashes checked and nothing decoded, so that a lossy codec loses nothing again.
 Refused: roots that cannot be read together (SchemaMismatchError, naming the field), one key in several
-roots (SampleError), whatever reader and writer refuse.
+roots, a final norm that does not fit or was applied before (SampleError), whatever reader and writer refuse.
 
 A run that ends early is continued by the same call: what is sealed is skipped by key.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from hsstream.encoding import PlainTensor
 from hsstream.errors import SampleError, SchemaMismatchError, located
 from hsstream.header import Header, TensorHeader
 from hsstream.index import check_sample
+from hsstream.norm import FinalNorm
 from hsstream.ordered import ordered
 from hsstream.plan.rng import Stream
 from hsstream.presets import codec_for
@@ -47,7 +49,9 @@ class Recode:
     stores its largest logits in place of the last hidden states, which must be there after the final norm.
     select: keys, a range, or `("split", "train", 0.99)`, over the samples of all roots, after renaming.
     shuffle: a seed for the order of the samples; None keeps theirs. prefixes: put before the keys of each
-    root, one a root, where their keys would meet.
+    root, one a root, where their keys would meet. last_norm: `pre` or `post`: the last hidden states were
+    captured before or after the final norm, where the roots do not say it; to_post_norm: folder of the model
+    whose final norm is applied to states captured before it.
     """
 
     roots: Sequence[str]
@@ -63,6 +67,8 @@ class Recode:
     storage_options: dict[str, Any] | None = None
     commit: bool = True
     teacher: TopKTeacher | None = None
+    last_norm: str | None = None
+    to_post_norm: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,9 @@ class RecodeReport:
 def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
     """Run a job to its end."""
     catalog = open_catalog(list(job.roots), job.storage_options)
-    _check(job, catalog)
+    norm = None if job.to_post_norm is None else FinalNorm(job.to_post_norm)
+    last_norm = _last_norm(job, catalog.first, norm)
+    _check(job, catalog, last_norm)
     keys = _keys(catalog, job.prefixes)
     chosen = select_samples(keys, job.select)
     if job.shuffle is not None:
@@ -94,8 +102,8 @@ def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
     if len(chosen) == 0:
         raise SampleError("nothing is selected: no sample of the roots is left")
     sizes = np.concatenate([source.index.table.spans for source in catalog.sources])
-    with _writer(job, catalog) as writer:
-        run = _Run(catalog, keys, writer, _wanted(job, catalog.first), job.teacher is not None)
+    with _writer(job, catalog, last_norm) as writer:
+        run = _Run(catalog, keys, writer, _wanted(job, catalog.first), norm, job.teacher is not None)
         known = run.pack(chosen.tolist(), sizes, job.workers, progress)
         writer.close()
     stats = writer.stats()
@@ -111,7 +119,38 @@ def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
     )
 
 
-def _check(job: Recode, catalog: Catalog) -> None:
+def _last_norm(job: Recode, first: Source, norm: FinalNorm | None) -> str | None:
+    """`last_hidden_norm` of the new data set; all roots agree in it. None: nothing says what it is."""
+    info, given, root = first.index.info, job.last_norm, first.root
+    found = info.model.last_hidden_norm if info.model is not None else None
+    if given is None and norm is None:
+        return found
+    if given not in (None, "pre", "post"):
+        raise SampleError(f"last_norm must be pre or post, got {given!r}")
+    if LAST not in info.schema.by_name:
+        raise SampleError(f"{root} stores no last hidden states: leave --last-norm and --to-post-norm out")
+    if found in ("pre", "post") and given not in (None, found):
+        raise SampleError(f"{root} says that its last hidden states are {found}-norm, not {given}-norm")
+    if norm is None:
+        return given
+    _check_norm(norm, given or found, info.schema.by_name[LAST].trailing[-1], root)
+    return "post"
+
+
+def _check_norm(norm: FinalNorm, captured: str | None, width: int, root: str) -> None:
+    """Refuse states that the norm was applied to, or does not fit."""
+    if captured == "post":
+        raise SampleError(f"the last hidden states of {root} are after the final norm already")
+    if captured != "pre":
+        raise SampleError(
+            f"{root} does not say whether its last hidden states were captured before or after the "
+            "final norm: where it was before, give --last-norm pre as well"
+        )
+    if width != norm.width:
+        raise SampleError(f"the last hidden states of {root} are {width} wide, the model's norm {norm.width}")
+
+
+def _check(job: Recode, catalog: Catalog, last_norm: str | None) -> None:
     """Refuse what would be lost or made up."""
     first = catalog.first.index.info
     for source in catalog.sources[1:]:
@@ -124,17 +163,16 @@ def _check(job: Recode, catalog: Catalog) -> None:
             )
     if job.teacher is not None:
         for source in catalog.sources:
-            _check_teacher(source)
+            _check_teacher(source, last_norm or "unknown")
     elif job.codec == "sparse" and "target_topk_ids" not in first.schema.by_name:
         raise SampleError("codec sparse keeps the largest logits: give a teacher, the model's own lm_head")
 
 
-def _check_teacher(source: Source) -> None:
+def _check_teacher(source: Source, norm: str) -> None:
     """A teacher judges by states after the final norm, of all tokens."""
     info, root = source.index.info, source.root
     if LAST not in info.schema.by_name:
         raise SampleError(f"{root} stores no last hidden states: a teacher needs them")
-    norm = (info.model and info.model.last_hidden_norm) or "unknown"
     if norm != "post":
         raise SampleError(f"a teacher needs states after the final norm, {root} says {norm}")
     if info.last_rows != "all":
@@ -177,7 +215,7 @@ def _text(spec: TensorSpec) -> str:
     return spec.codec.text
 
 
-def _writer(job: Recode, catalog: Catalog) -> ShardWriter:
+def _writer(job: Recode, catalog: Catalog, last_norm: str | None) -> ShardWriter:
     info = catalog.first.index.info
     compression: Any = job.compression
     if job.codec is None and compression is None:
@@ -191,7 +229,7 @@ def _writer(job: Recode, catalog: Catalog) -> ShardWriter:
         job.root,
         codec=codecs,
         compression=compression,
-        model=_model(catalog),
+        model=_model(catalog, last_norm),
         shard_bytes=job.shard_bytes,
         name=job.name,
         threads=max(1, job.workers),
@@ -203,12 +241,12 @@ def _writer(job: Recode, catalog: Catalog) -> ShardWriter:
     )
 
 
-def _model(catalog: Catalog) -> ModelInfo | None:
+def _model(catalog: Catalog, last_norm: str | None) -> ModelInfo | None:
     """The facts in which all roots agree; they must in those that training depends on."""
     models = [source.index.info.model for source in catalog.sources]
     first = models[0]
     if first is None:
-        return None
+        return None if last_norm is None else ModelInfo(last_hidden_norm=last_norm)
     same = {
         fact.name: getattr(first, fact.name)
         for fact in fields(ModelInfo)
@@ -216,7 +254,7 @@ def _model(catalog: Catalog) -> ModelInfo | None:
             model is not None and getattr(model, fact.name) == getattr(first, fact.name) for model in models
         )
     }
-    return ModelInfo(**same)
+    return ModelInfo(**(same | {"last_hidden_norm": last_norm}))
 
 
 class _Run:
@@ -228,11 +266,13 @@ class _Run:
         keys: list[str],
         writer: ShardWriter,
         wanted: Mapping[str, str],
+        norm: FinalNorm | None,
         taught: bool,
     ) -> None:
         self._catalog, self._all_keys, self._writer = catalog, keys, writer
         self._codecs = {name: parse_codec(text) for name, text in wanted.items()}
-        self._decoded = {LAST} if taught else set()
+        self._norm = norm
+        self._decoded = {LAST} if taught or norm is not None else set()
 
     def keeps(self, spec: TensorSpec) -> bool:
         """Whether a tensor stored so is carried over without being decoded."""
@@ -279,6 +319,9 @@ class _Run:
                     ready[name] = plain_from_stored(tensor, payload)
                 else:
                     tensors[name] = read_tensor(tensor, payload, range(header.tokens))
+            if self._norm is not None:
+                # Rows that are not stored read as zeros, and stay zeros.
+                tensors[LAST] = self._norm(tensors[LAST])
         rows = stored_rows_of(header.tensors, range(header.tokens))
         return self._writer.prepare(self._all_keys[number], tensors, None, header.meta, ready, rows)
 

@@ -1,21 +1,19 @@
 """What a policy would cost, from lengths and sizes alone.
 
 In: lengths, shards, stored bytes per sample, policies, ranks, the time of a step. Out: one report per
-policy, a table, a picture. Refused: an epoch without a step; a picture without matplotlib.
+policy, a table. Refused: an epoch without a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hsstream.errors import HsStreamError, SampleError
+from hsstream.errors import SampleError
 from hsstream.plan import Batching, Order, Plan, plan_epoch, steps
 
 
@@ -174,30 +172,3 @@ def format_table(reports: Sequence[PolicyReport]) -> str:
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first = cells[0].ljust(widths[0])
     return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))])
-
-
-def plot(reports: Sequence[PolicyReport], path: str | Path) -> None:
-    """Waste, tokens per step and bandwidth of every policy as bars, written to `path` (PNG, SVG, ...).
-
-    Raises:
-        HsStreamError: matplotlib is missing, or cannot write this file.
-    """
-    try:
-        figures = import_module("matplotlib.figure")  # optional, and slow to import
-    except ImportError as error:
-        raise HsStreamError("a plot needs matplotlib: pip install matplotlib, or use the table") from error
-    panels = (
-        ("padding waste (%)", [100 * report.padding_waste for report in reports]),
-        ("tokens per step", [report.mean_tokens for report in reports]),
-        ("MB/s per rank", [report.rank_mb_per_s for report in reports]),
-    )
-    figure = figures.Figure(figsize=(4 * len(panels), 1 + 0.5 * len(reports)), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True)
-    for axis, (title, values) in zip(axes, panels, strict=True):
-        axis.barh([report.name for report in reports], values)
-        axis.set_title(title)
-    axes[0].invert_yaxis()
-    try:
-        figure.savefig(str(path))
-    except (OSError, ValueError) as error:
-        raise HsStreamError(f"cannot write the plot to {path}: {error}") from error

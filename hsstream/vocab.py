@@ -11,7 +11,7 @@ Counted again on other data the rows would silently mean other tokens, so a map 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hsstream.batch import Batch
 from hsstream.catalog import Catalog, Roots, open_catalog
 from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError, SourceError, StorageError
@@ -91,6 +92,51 @@ def count_tokens(
     Raises:
         SampleError: no `input_ids`, an unknown vocabulary size, ids outside the vocabulary.
     """
+    size, batches = _counting(roots, vocab_size, storage_options, max_length)
+    counts = np.zeros(size, np.int64)
+    for batch in batches:
+        counts += _counted(batch["input_ids"][_supervised(batch)], size)
+    return counts
+
+
+def count_tokens_by_file(
+    roots: Roots,
+    vocab_size: int | None = None,
+    storage_options: dict[str, Any] | None = None,
+    max_length: int | None = None,
+) -> dict[int, int]:
+    """`count_tokens` of the ids that occur, in the order in which a program meets them that reads the files
+    which the samples were packed from, by path, and the ids of each in ascending order.
+
+    A sample's path is `source` in its metadata; samples without it come first, in storage order.
+    """
+    size, batches = _counting(roots, vocab_size, storage_options, max_length)
+    counts, first, samples = np.zeros(size, np.int64), dict[int, tuple[str, int]](), 0
+    for batch in batches:
+        supervised = _supervised(batch)
+        ids, documents = batch["input_ids"][supervised], batch["document_ids"][supervised].numpy()
+        counts += _counted(ids, size)
+        places = [(str(meta.get("source", "")), samples + n) for n, meta in enumerate(batch.meta)]
+        for token, document in _first_documents(ids.numpy(), documents, places):
+            first[token] = min(first.get(token, places[document]), places[document])
+        samples += len(places)
+    return {token: int(counts[token]) for token in sorted(first, key=lambda token: (first[token], token))}
+
+
+def _first_documents(
+    ids: NDArray[np.int64], documents: NDArray[np.int64], places: Sequence[tuple[str, int]]
+) -> Iterator[tuple[int, int]]:
+    """Each of the ids once, and of the documents that hold it the one whose place is least."""
+    rank = np.argsort(sorted(range(len(places)), key=places.__getitem__))
+    order = np.lexsort((rank[documents], ids))
+    found, begins = np.unique(ids[order], return_index=True)
+    return zip(found.tolist(), documents[order][begins].tolist(), strict=True)
+
+
+def _counting(
+    roots: Roots, vocab_size: int | None, storage_options: dict[str, Any] | None, max_length: int | None
+) -> tuple[int, Iterable[Batch]]:
+    """V, and batches of the ids and masks of all samples."""
     catalog = open_catalog(roots, storage_options)
     first = catalog.first
     model = first.index.info.model
@@ -100,12 +146,13 @@ def count_tokens(
     names = [name for name in ("input_ids", "loss_mask") if name in first.index.info.schema.by_name]
     if "input_ids" not in names:
         raise SampleError(f"{first.root}: the data set has no input_ids to count")
-    counts = np.zeros(size, np.int64)
-    for batch in _in_storage_order(roots, storage_options, catalog, names, max_length):
-        supervised = batch["attention_mask"]
-        ids = batch["input_ids"][supervised & batch.get("loss_mask", supervised)]
-        counts += _counted(ids, size)
-    return counts
+    return size, _in_storage_order(roots, storage_options, catalog, names, max_length)
+
+
+def _supervised(batch: Batch) -> torch.Tensor:
+    real: torch.Tensor = batch["attention_mask"]
+    supervised: torch.Tensor = real & batch.get("loss_mask", real)
+    return supervised
 
 
 def _in_storage_order(
@@ -141,7 +188,8 @@ def build_map(counts: NDArray[np.int64], size: int = DRAFT_VOCABULARY) -> VocabM
     """The `size` most frequent tokens of `counts` [V]; of equally frequent ones those of lower id.
 
     So where fewer than `size` tokens occur, the missing are filled with the lowest ids that do not. This is
-    speculators' rule, and SpecForge's but for ties, which fall there by the sequence of its files.
+    speculators' rule. In SpecForge, of equally frequent tokens the one wins that comes first in its files,
+    as in `count_tokens_by_file`.
 
     Raises:
         SampleError: `size` above V, or below 1.

@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 }
 [[ -x .venv-trainers/bin/python ]] || "$python" -m venv .venv-trainers
 stamp=.venv-trainers/.hsstream
-if [[ ! -e $stamp || pyproject.toml -nt $stamp || $constraints -nt $stamp ]]; then
+if [[ ! -e $stamp || pyproject.toml -nt $stamp || $constraints -nt $stamp || tools/constraints.txt -nt $stamp ]]; then
   export PIP_DISABLE_PIP_VERSION_CHECK=1
   pip() { .venv-trainers/bin/python -m pip install --quiet -c "$constraints" "$@"; }
   # What the trainers import on a CPU; what they declare beside it is servers and kernels.

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hsstream.cli.arguments import Commands, codec, integers, positive, storage_option, storage_options
+from hsstream.cli.estimate_plot import draw
 from hsstream.cli.output import count, echo, echo_json, size, table
+from hsstream.cli.picture import picture_file, save
 from hsstream.errors import HsStreamError, SampleError
 from hsstream.estimate import (
     Drawn,
@@ -42,7 +44,9 @@ def add_parser(commands: Commands) -> None:
     text = "what a data set will take with each codec, before it is made"
     parser = commands.add_parser("estimate", help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
-    parser.add_argument("--plot", metavar="FILE", help="size against error, as PNG, SVG or PDF")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=picture_file, help="size against error, as PNG, SVG or PDF"
+    )
     _state_arguments(parser.add_argument_group("states: PATH, or --model and --text, or bare numbers"))
     add = parser.add_argument_group("place and codecs").add_argument
     add("--dest", metavar="ROOT", help="directory where the data set shall go: its free space")
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Estimate and show."""
     estimate = replace(_estimate(args), free=_free(args), link=args.link * 1e6 if args.link else None)
     if args.plot is not None:
-        plot(estimate, args.plot)
+        save(draw(estimate), args.plot)
     if args.json:
         echo_json(estimate.to_dict())
     else:
@@ -207,28 +211,3 @@ def _fits(estimate: Estimate, rung: Rung) -> str:
     """`yes`, or the share of the tokens that does."""
     most = estimate.fitting_tokens(rung) or 0
     return "yes" if estimate.fits(rung) else f"{most / estimate.tokens:.0%} of it"
-
-
-def plot(estimate: Estimate, path: str) -> None:
-    """Size against error (or presets in order where errors are unknown), the free space as a line."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
-    except ImportError:
-        raise SampleError("--plot needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    rungs = estimate.rungs
-    known = any(rung.errors for rung in rungs)
-    across = [max(r.errors.values(), default=0.0) if known else i for i, r in enumerate(rungs)]
-    sizes = [rung.total(estimate.tokens) / 1e12 for rung in rungs]
-    axes.plot(across, sizes, "o")
-    for x, y, rung in zip(across, sizes, rungs, strict=True):
-        axes.annotate(rung.name, (x, y), textcoords="offset points", xytext=(5, 5))
-    axes.axhline(estimate.bf16_total / 1e12, color="grey", linestyle=":", label="bf16")
-    if estimate.free is not None:
-        axes.axhline(estimate.free / 1e12, color="red", linestyle="--", label="free space")
-    axes.set_xlabel("largest relative error of a layer" if known else "preset")
-    axes.set_ylabel("TB")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path)

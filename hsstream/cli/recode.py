@@ -39,6 +39,8 @@ def add_parser(commands: Commands) -> None:
     add("--compression", choices=COMPRESSIONS, help="kept, or what suits a new codec, unless given")
     add("--shard-bytes", metavar="BYTES", type=number, default=10**9, help="size of a shard: 1G unless given")
     add("--name", default="hs", help="shards are called NAME-000000.tar, ...")
+    add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
+    add("--to-post-norm", metavar="MODEL", type=Path, help="apply the final norm of this model folder")
     add_teacher(parser)
     part = parser.add_mutually_exclusive_group()
     part.add_argument(
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         storage_options=storage_options(args),
         teacher=teacher_of(args),
+        last_norm=args.last_norm,
+        to_post_norm=args.to_post_norm,
     )
     with Bar("recode") as bar:
         report = recode(job, bar.update)

@@ -14,10 +14,12 @@ import numpy as np
 from hsstream.catalog import Catalog, Source
 from hsstream.cli.arguments import Commands, new_command, open_root, positive
 from hsstream.cli.output import count, counted, echo, echo_json, size, table
+from hsstream.cli.picture import picture_file, save
+from hsstream.cli.simulate_plot import draw
 from hsstream.errors import HsStreamError, SampleError
 from hsstream.plan import Batching, Order
 from hsstream.selection import filter_samples
-from hsstream.simulate import Policy, PolicyReport, plot, simulate
+from hsstream.simulate import Policy, PolicyReport, simulate
 from hsstream.supervision import delivered_supervised
 
 _DEFAULT_TOKENS = 16_384
@@ -53,7 +55,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     parser.add_argument("--world", metavar="N", type=positive, default=1, help="ranks")
     parser.add_argument("--step-ms", metavar="MS", type=float, default=1000.0, help="time of a training step")
-    parser.add_argument("--plot", metavar="FILE", help="also draw it, as PNG, SVG or PDF")
+    parser.add_argument("--plot", metavar="FILE", type=picture_file, help="also draw it, as PNG, SVG or PDF")
     parser.set_defaults(run=run)
 
 
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise HsStreamError(str(error)) from error
     if args.plot is not None:
-        plot(reports, args.plot)
+        save(draw(reports), args.plot)
     if args.json:
         echo_json(_document(args, source, reports))
     else:

@@ -2,7 +2,8 @@
 
 In: a root, or shard URLs. Out: the map `d2t` and `t2d` in a file, and what share of the supervised tokens
 it holds. A checkpoint that has a map keeps it: with `--checkpoint` that one is copied, not a new one made.
-Refused, with exit code 2: a file that holds another map, a vocabulary of unknown size.
+Refused, with exit code 2: a file that holds another map, a vocabulary of unknown size, a --size that is not
+the checkpoint's.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, new_command, positive, storage_options
+from hsstream.cli.arguments import Commands, new_command, open_root, positive, storage_options
 from hsstream.cli.output import count, counted, echo, echo_json, percent
+from hsstream.errors import SampleError
 from hsstream.vocab import DRAFT_VOCABULARY, VocabMap, build_map, count_tokens, find_map, save_map
 
 
@@ -28,8 +30,7 @@ def add_parser(commands: Commands) -> None:
         "--size",
         metavar="N",
         type=positive,
-        default=DRAFT_VOCABULARY,
-        help="tokens of the draft vocabulary (default %(default)s)",
+        help=f"tokens of the draft vocabulary: {DRAFT_VOCABULARY} unless --checkpoint has a map",
     )
     parser.add_argument(
         "--vocab-size", metavar="N", type=positive, help="the target's vocabulary, where ROOT does not say"
@@ -53,7 +54,19 @@ def run(args: argparse.Namespace) -> int:
     """Count, choose or copy, write, report."""
     counts = count_tokens(args.root, args.vocab_size, storage_options(args), args.max_length)
     kept = None if args.checkpoint is None else find_map(args.checkpoint, len(counts))
-    found = kept or build_map(counts, args.size)
+    if kept is not None and args.size not in (None, len(kept.d2t)):
+        raise SampleError(
+            f"{args.checkpoint} has a draft vocabulary of {count(len(kept.d2t))} tokens, --size says "
+            f"{count(args.size)}: its head belongs to the map it has, so leave --size out; or leave "
+            "--checkpoint out, for a head that is trained from the start"
+        )
+    if kept is None and not counts.any():
+        samples = open_root(args).index.table
+        raise SampleError(
+            f"no token is supervised in {counted(len(samples), 'sample')} of "
+            f"{counted(int(samples.tokens.sum()), 'token')}: every loss_mask is zero"
+        )
+    found = kept or build_map(counts, args.size or DRAFT_VOCABULARY)
     written = [] if args.out is None else save_map(found, args.out)
     facts = _facts(found, counts) | {
         "from": "the data" if kept is None else str(args.checkpoint),

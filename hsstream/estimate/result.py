@@ -9,6 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hsstream.presets import PRESETS
+
+#: What is advised (DESIGN.md, Fidelity): the presets, with which heads were trained, and codecs whose errors
+#: are no larger than that of the layer that counts most in `balanced`; where the teacher was judged, those of
+#: them that keep so much of its first choices (or, of a top-k teacher, of its probability). 0.92 did no harm.
+LARGEST_ERROR, KEPT = 0.09, 0.9
+
 
 @dataclass(frozen=True)
 class Rung:
@@ -31,6 +38,17 @@ class Rung:
     kept_mass: float | None = None
     encode: float | None = None
     decode: float | None = None
+
+    @property
+    def harmless(self) -> bool:
+        """Whether it may be advised, as far as is known."""
+        known = self.name in PRESETS or (bool(self.errors) and max(self.errors.values()) <= LARGEST_ERROR)
+        return known and (self.kept is None or self.kept >= KEPT)
+
+    @property
+    def kept(self) -> float | None:
+        """What is left of the teacher, of its first choices or its probability; None: unknown."""
+        return self.top1 if self.top1 is not None else self.kept_mass
 
     def total(self, tokens: int) -> float:
         """Bytes of `tokens` tokens."""
@@ -68,22 +86,36 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """One sentence: does bf16 fit, and which preset to take."""
-        totals = {rung.name: rung.total(self.tokens) for rung in self.rungs}
-        bf16 = f"bf16 takes {_amount(self.bf16_total, 3)}"
+        """One sentence: does bf16 fit, which preset to take, and what that loses where it was measured."""
+        rungs = {rung.name: rung for rung in self.rungs}
+        bf16, balanced = f"bf16 takes {_amount(self.bf16_total, 3)}", self._said(rungs["balanced"])
         if self.free is None:
-            return f"{bf16}, fp8 {_amount(totals['fp8'])}, balanced {_amount(totals['balanced'])}"
+            return f"{bf16}, fp8 {self._said(rungs['fp8'])}, balanced {balanced}"
         if self.bf16_total <= self.free:
-            return (
-                f"{bf16} and fits with {_amount(self.free - self.bf16_total)} to spare; "
-                f"balanced takes about {_amount(totals['balanced'])}"
-            )
+            spare = _amount(self.free - self.bf16_total)
+            return f"{bf16} and fits with {spare} to spare; balanced takes about {balanced}"
         does_not = f"{bf16}, {_amount(self.free)} are free"
-        fitting = [rung.name for rung in self.rungs if self.fits(rung)]
-        if fitting:
-            return f"{does_not}: it does not fit, {fitting[0]} does"
-        most = max(self.fitting_tokens(rung) or 0 for rung in self.rungs)
-        return f"{does_not}: no preset fits, take fewer tokens, at most {most:,}"
+        harmless = [rung for rung in self.rungs if rung.harmless]
+        chosen = next((rung for rung in harmless if self.fits(rung)), None)
+        if chosen is not None:
+            return f"{does_not}: it does not fit, {chosen.name} does ({self._said(chosen)})"
+        return f"{does_not}: {self._instead(harmless)}"
+
+    def _instead(self, harmless: list[Rung]) -> str:
+        """What to do where nothing fits that is harmless."""
+        advice = "take fewer tokens"
+        if harmless:
+            least = min(harmless, key=lambda rung: rung.bytes_per_token)
+            advice += f", at most {self.fitting_tokens(least):,} as {least.name}"
+        only = next((rung for rung in self.rungs if self.fits(rung)), None)
+        if only is None:
+            return f"no preset fits, {advice}"
+        return f"only {only.name} fits, {_harm(only)}: {advice}"
+
+    def _said(self, rung: Rung) -> str:
+        """Its size, and what it loses if that is a lot."""
+        lost = "" if rung.harmless else f", {_harm(rung)}"
+        return f"{_amount(rung.total(self.tokens))}{lost}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -108,6 +140,14 @@ class Estimate:
         }
 
 
+def _harm(rung: Rung) -> str:
+    if rung.kept is None or rung.kept >= KEPT:
+        return "with which no head was trained"
+    what = "first choices" if rung.top1 is not None else "probability"
+    return f"which loses {1 - rung.kept:.0%} of the teacher's {what}"
+
+
 def _amount(nbytes: float, digits: int = 2) -> str:
-    unit, scale = ("TB", 1e12) if nbytes >= 1e11 else ("GB", 1e9) if nbytes >= 1e8 else ("MB", 1e6)
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
+    unit, scale = next((pair for pair in units if nbytes >= pair[1] / 10), ("kB", 1e3))
     return f"{nbytes / scale:.{digits}f} {unit}"

@@ -25,7 +25,7 @@ from hsstream.plan import Order
 from hsstream.trainers.base import require
 from hsstream.trainers.patch import replaced
 from hsstream.trainers.specforge import SpecForgeBatches, Usp
-from hsstream.vocab import count_tokens, find_map
+from hsstream.vocab import count_tokens_by_file, find_map
 
 
 def launch(
@@ -123,9 +123,8 @@ class _Run:
 
     def _counts(self, config: Any, bundle: Any) -> Counter[int]:
         size, limit = bundle.target_vocab_size, config.data.max_length
-        counts = count_tokens(self._roots, size, self._options, limit)
-        # Ascending, so that ties fall to the lower id: its Counter takes the one that came first.
-        return Counter({token: int(count) for token, count in enumerate(counts) if count})
+        # Of equally frequent tokens its Counter takes those that came first: in its own sequence of files.
+        return Counter(count_tokens_by_file(self._roots, size, self._options, limit))
 
     def _identity(self, config: Any) -> str:
         """What its cache of maps shall know the data by."""

@@ -37,6 +37,7 @@ LAYERS = (
     {"trainers"},
     {"audit"},
     {"cli"},
+    {"__main__"},
 )
 
 #: library -> the modules that may import it; a trailing slash means a whole package.
@@ -53,7 +54,7 @@ DOORS = {
     "pickle": ("sources/torchfile",),
     "safetensors": ("sources/", "weights"),
     "datasets": ("sources/",),
-    "matplotlib": ("cli/estimate", "simulate"),
+    "matplotlib": ("cli/picture", "cli/estimate_plot"),
     "transformers": ("estimate/model",),
     "numpy": ("",),
     "torch": ("",),

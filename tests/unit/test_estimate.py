@@ -10,7 +10,7 @@ import torch
 
 import hsstream as hs
 from hsstream.errors import SampleError
-from hsstream.estimate import from_numbers, from_samples
+from hsstream.estimate import Estimate, Rung, from_numbers, from_samples
 from hsstream.presets import PRESETS, codec_for
 from hsstream.sample import Sample, prepare_sample
 
@@ -58,8 +58,50 @@ def test_bare_numbers_know_the_callers_own_codecs() -> None:
 
 def test_a_disk_that_is_too_small_names_the_first_preset_that_fits() -> None:
     estimate = replace(from_numbers(2880, 4, 10**9), free=13 * 10**12)
-    assert estimate.verdict.endswith("it does not fit, fp8 does")
-    assert "no preset fits" in replace(estimate, free=10**9).verdict
+    assert estimate.verdict.endswith("it does not fit, fp8 does (11.55 TB)")
+    assert "no preset fits, take fewer tokens, at most " in replace(estimate, free=10**9).verdict
+
+
+def judged(free: int, **losses: float) -> Estimate:
+    """Every preset and two codecs, of a bf16 terabyte; losses: first choices lost, by name."""
+    ratios = {"lossless": 0.7, "fp8": 0.5, "fine": 0.33, "balanced": 0.17, "small": 0.14, "bounded": 0.1}
+    errors = {"balanced": 0.3, "small": 0.4, "bounded": 0.25}
+    rungs = [
+        Rung(
+            name,
+            1000 * ratio,
+            ratio,
+            {"aux": errors.get(name, 0.02)},
+            top1=1 - losses[name] if losses else None,
+        )
+        for name, ratio in ratios.items()
+    ]
+    return Estimate("made up", 10**9, 1000, rungs, free)
+
+
+def test_only_what_does_no_harm_is_advised() -> None:
+    mild = {"lossless": 0.0, "fp8": 0.04, "fine": 0.03, "balanced": 0.08, "small": 0.08, "bounded": 0.38}
+    assert judged(200 * 10**9, **mild).verdict.endswith("it does not fit, balanced does (0.17 TB)")
+    harmed = mild | {"balanced": 0.14, "small": 0.15}
+    assert judged(200 * 10**9, **harmed).verdict.endswith(
+        "only balanced fits, which loses 14% of the teacher's first choices: take fewer tokens, "
+        "at most 606,060,606 as fine"
+    )
+    assert judged(120 * 10**9, **mild).verdict.endswith(
+        "only bounded fits, which loses 38% of the teacher's first choices: take fewer tokens, "
+        "at most 857,142,857 as small"
+    )
+    assert "only bounded fits, with which no head was trained: take" in judged(120 * 10**9).verdict
+    assert judged(2 * 10**12, **harmed).verdict.endswith(
+        "balanced takes about 0.17 TB, which loses 14% of the teacher's first choices"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"), [(10, "10.000 kB"), (10**6, "1.000 GB"), (10**9, "1.000 TB"), (150, "0.150 MB")]
+)
+def test_amounts_have_units_that_suit_them(tokens: int, said: str) -> None:
+    assert f"bf16 takes {said}" in replace(judged(0), tokens=tokens, free=None).verdict
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "sparse"])

@@ -15,6 +15,8 @@ from forge import Shard
 from safetensors.torch import save_file
 from samples import MODEL, Tensors, content, exact_set, make_sample, same, tensors, write_exact, write_root
 from sources import samples
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hsstream as hs
 from hsstream.catalog import open_catalog
@@ -22,12 +24,15 @@ from hsstream.cli import main
 from hsstream.decoding import plain_from_stored
 from hsstream.encoding import PlainTensor, encode, plain_from_codes, seal
 from hsstream.errors import CorruptDataError, NonFiniteError, SampleError, SchemaMismatchError
+from hsstream.header import Header
 from hsstream.packing import Job, pack
 from hsstream.recode import Recode, recode
 from hsstream.schema import schema_of
 from hsstream.selection import select_samples
 from hsstream.sources.base import Options
 
+LAST = "last_hidden_state"
+NORM_WEIGHT = torch.linspace(-1, 2, 64).bfloat16()
 CODECS = ["fp8", "planes", "raw", "bounded:0.02", "bounded:0.25"]
 
 
@@ -303,10 +308,15 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 # --- a teacher
 
 
-def taught(path: Path, norm: str | None = "post", **settings: Any) -> dict[str, Tensors]:
-    """Samples with last hidden states of that norm."""
+def taught(
+    path: Path, norm: str | None = "post", codec: str = "planes", thin: bool = False, **settings: Any
+) -> dict[str, Tensors]:
+    """Samples with last hidden states of that norm; thin: only the third token is supervised."""
     model = None if norm is None else replace(MODEL, last_hidden_norm=norm, hidden_size=64)
-    return held(write_root(path, (5, 30, 12), codec="planes", shape={"hidden": 64}, model=model, **settings))
+    made = {f"s{n}": tensors(tokens, seed=n, hidden=64) for n, tokens in enumerate((7, 30, 12))}
+    if thin:
+        made = {key: one | {"loss_mask": torch.arange(len(one[LAST])) == 2} for key, one in made.items()}
+    return held(write_root(path, made=made, codec=codec, model=model, **settings))
 
 
 def head_file(path: Path, head: torch.Tensor) -> Path:
@@ -363,3 +373,109 @@ def test_a_draft_vocabulary_needs_its_teacher(tmp_path: Path, capsys: pytest.Cap
     assert "give both" in capsys.readouterr().err
     assert main([*call, "--teacher", str(model), "--d2t", str(model)]) == 2
     assert "no draft vocabulary" in capsys.readouterr().err
+
+
+# --- the final norm
+
+
+def norm_folder(root: Path, kind: str = "llama", width: int = 64) -> Path:
+    """A model folder of which only the final norm is looked at."""
+    root.mkdir()
+    save_file({"model.norm.weight": NORM_WEIGHT[:width].clone()}, str(root / "model.safetensors"))
+    (root / "config.json").write_text(json.dumps({"model_type": kind, "rms_norm_eps": 1e-5}))
+    return root
+
+
+def final_norm(kind: str) -> Any:
+    """The module that ends such a model in transformers."""
+    module = (LlamaRMSNorm if kind == "llama" else Gemma3RMSNorm)(64, eps=1e-5).bfloat16()
+    module.weight.data = NORM_WEIGHT
+    return module
+
+
+def norm_of(root: Path) -> str | None:
+    model = open_catalog(str(root), None).first.index.info.model
+    return None if model is None else model.last_hidden_norm
+
+
+def stored_rows(root: Path) -> dict[str, Any]:
+    """The runs of rows of the last hidden state that are stored, by key."""
+    headers = {name: Header.parse(data) for name, data in members(root).items() if name.endswith(".msgpack")}
+    return {name: header.tensors[LAST].row_runs.tolist() for name, header in headers.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("codec", ["planes", "raw", "fp8", "bounded:0.05"])
+def test_states_before_the_norm_become_those_after_it(codec: str, kind: str, tmp_path: Path) -> None:
+    made, norm = taught(tmp_path / "a", "pre", codec), final_norm(kind)
+    report = recode(job(tmp_path, to_post_norm=norm_folder(tmp_path / "model", kind)))
+    assert norm_of(tmp_path / "out") == "post"
+    assert "last_hidden_state" not in report.carried
+    assert "aux_hidden_states" in report.carried
+    normed = {key: {**one, LAST: norm(one[LAST]).detach()} for key, one in made.items()}
+    write_root(tmp_path / "b", made=normed, codec=codec)
+    found, wanted = held(tmp_path / "out"), held(tmp_path / "b")
+    assert all(torch.equal(found[key][LAST], wanted[key][LAST]) for key in made)
+    again = recode(job(tmp_path, to_post_norm=tmp_path / "model"))
+    assert (again.known, again.samples) == (3, 0)
+
+
+def test_the_norm_of_rows_that_were_not_stored_is_not_stored(tmp_path: Path) -> None:
+    made = taught(tmp_path / "a", "pre", thin=True, last_rows="supervised", ttt_length=1)
+    recode(job(tmp_path, to_post_norm=norm_folder(tmp_path / "model")))
+    assert stored_rows(tmp_path / "out") == stored_rows(tmp_path / "a")
+    for key, found in held(tmp_path / "out").items():
+        assert torch.equal(found[LAST], final_norm("llama")(made[key][LAST]).detach())
+        assert not found[LAST][-1].any()
+
+
+def test_a_teacher_judges_what_the_norm_made(tmp_path: Path) -> None:
+    made, head = taught(tmp_path / "a", "pre"), made_by.draw(1000, 64, seed=3)
+    teacher = hs.TopKTeacher(head, 4)
+    recode(job(tmp_path, teacher=teacher, to_post_norm=norm_folder(tmp_path / "model")))
+    for key, found in held(tmp_path / "out").items():
+        wanted = teacher.targets(final_norm("llama")(made[key][LAST]).detach())
+        assert torch.equal(found["target_topk_ids"], wanted["target_topk_ids"].long())
+        assert LAST not in found
+
+
+def test_what_the_roots_do_not_say_can_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taught(tmp_path / "a", None)
+    call = ["recode", str(tmp_path / "a"), str(tmp_path / "out")]
+    model = str(norm_folder(tmp_path / "model"))
+    assert main([*call, "--to-post-norm", model]) == 2
+    assert "where it was before, give --last-norm pre as well" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*call, "--last-norm", "post"]) == 0
+    assert norm_of(tmp_path / "out") == "post"
+    assert members(tmp_path / "out") == members(tmp_path / "a")
+    assert main([*call[:2], str(tmp_path / "normed"), "--to-post-norm", model, "--last-norm", "pre"]) == 0
+    assert norm_of(tmp_path / "normed") == "post"
+
+
+@pytest.mark.parametrize(
+    ("norm", "settings", "text"),
+    [
+        ("post", {"to_post_norm": 64}, "are after the final norm already"),
+        ("pre", {"last_norm": "post"}, "are pre-norm, not post-norm"),
+        ("post", {"last_norm": "pre", "to_post_norm": 64}, "are post-norm, not pre-norm"),
+        ("unknown", {"to_post_norm": 64}, "does not say whether"),
+        ("pre", {"to_post_norm": 32}, "64 wide, the model's norm 32"),
+        ("pre", {"last_norm": "later"}, "must be pre or post"),
+    ],
+)
+def test_a_norm_is_applied_once_to_states_that_lack_it(
+    norm: str, settings: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    taught(tmp_path / "a", norm)
+    if width := settings.get("to_post_norm"):
+        settings = settings | {"to_post_norm": norm_folder(tmp_path / "model", width=width)}
+    with pytest.raises(SampleError, match=text):
+        recode(job(tmp_path, **settings))
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_last_states_there_is_nothing_to_say(tmp_path: Path) -> None:
+    write_root(tmp_path / "a", made={"a": {"input_ids": torch.arange(4)}})
+    with pytest.raises(SampleError, match="stores no last hidden states"):
+        recode(job(tmp_path, last_norm="post"))

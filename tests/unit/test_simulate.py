@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hsstream.errors import HsStreamError, SampleError
+from hsstream.errors import SampleError
 from hsstream.plan import Batching, Order
-from hsstream.simulate import Policy, format_table, plot, simulate, standard_policies
+from hsstream.simulate import Policy, format_table, simulate, standard_policies
 
 LENGTHS = [4, 2, 8, 1, 6]
 BYTES = [400, 200, 800, 100, 600]
@@ -101,47 +98,3 @@ def test_the_table_has_a_line_for_each_policy() -> None:
     assert lines[0].split()[:3] == ["policy", "steps", "waste"]
     assert lines[1].split()[:5] == ["by", "hand", "5", "25.0", "%"]
     assert format_table([]).startswith("policy")
-
-
-def test_a_plot_without_matplotlib_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(HsStreamError, match="a plot needs matplotlib"):
-        plot([], tmp_path / "plot.png")
-
-
-class FakeAxis:
-    """The few calls that plot() makes on matplotlib."""
-
-    drawn: list[tuple[list[str], list[float]]] = []  # noqa: RUF012
-
-    def barh(self, names: list[str], values: list[float]) -> None:
-        self.drawn.append((names, values))
-
-    def set_title(self, title: str) -> None: ...
-    def invert_yaxis(self) -> None: ...
-
-
-class FakeFigure:
-    def __init__(self, **settings: Any) -> None: ...
-
-    def subplots(self, rows: int, columns: int, sharey: bool) -> list[FakeAxis]:
-        return [FakeAxis() for _ in range(columns)]
-
-    def savefig(self, path: str) -> None:
-        if not path.endswith(".png"):
-            raise ValueError("Format is not supported")
-        Path(path).write_bytes(b"png")
-
-
-def test_a_plot_draws_each_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = ModuleType("matplotlib.figure")
-    module.Figure = FakeFigure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-    monkeypatch.setattr(FakeAxis, "drawn", [])
-    reports = simulate(LENGTHS, [0] * 5, BYTES, [policy()], 1, 10)
-    plot(reports, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").exists()
-    assert FakeAxis.drawn[0] == (["by hand"], [pytest.approx(25.0)])
-    with pytest.raises(HsStreamError, match="cannot write the plot"):
-        plot(reports, tmp_path / "plot.txt")

@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import tensors, write_root
+from samples import MODEL, tensors, write_root
 
 from hsstream.cli import main
 from hsstream.errors import SampleError
 from hsstream.fetch import DirectBytes
 from hsstream.sample import ModelInfo
-from hsstream.vocab import VocabMap, build_map, count_tokens, find_map, save_map
+from hsstream.vocab import VocabMap, build_map, count_tokens, count_tokens_by_file, find_map, save_map
+from hsstream.writer import ShardWriter
 
 V = 1000
 
@@ -67,6 +68,43 @@ def test_without_a_mask_every_token_counts(tmp_path: Path) -> None:
     made = {"a": {"input_ids": torch.tensor([3, 3, 7])}}
     counts = count_tokens(write_root(tmp_path, made=made))
     assert (counts[3], counts[7], counts.sum()) == (2, 1, 3)
+
+
+#: Samples in storage order, and the files they come from; SpecForge reads those by path.
+BY_FILE = {
+    "a": ("rows_2000-4000/data_2.ckpt", [9, 5, 9, 30]),
+    "b": ("rows_0-2000/data_9.ckpt", [8, 9, 30, 7]),
+    "c": ("rows_0-2000/data_10.ckpt", [12, 6, 11]),
+}
+
+
+def by_file(root: Path, **meta: str) -> Path:
+    with ShardWriter(root, model=MODEL) as writer:
+        for key, (path, ids) in BY_FILE.items():
+            made = {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor([1] * len(ids))}
+            writer.write(key, made, meta={"source": path} | meta)
+    return root
+
+
+def test_tokens_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    """As in SpecForge, whose Counter meets the ids of each file in ascending order; so ties fall alike."""
+    theirs: Counter[int] = Counter()
+    for _, ids in sorted(BY_FILE.values()):
+        theirs.update(sorted(ids))
+    found = count_tokens_by_file(by_file(tmp_path / "root"))
+    assert list(found.items()) == list(theirs.items())
+    assert list(found) == [6, 11, 12, 7, 8, 9, 30, 5]
+    assert {token for token, _ in Counter(found).most_common(4)} == {9, 30, 6, 11}
+    assert build_map(count_tokens(tmp_path / "root"), 4).target_ids.tolist() == [5, 6, 9, 30]
+
+
+def test_without_paths_tokens_come_in_storage_order(tmp_path: Path) -> None:
+    assert list(count_tokens_by_file(by_file(tmp_path, source=""))) == [5, 9, 30, 7, 8, 6, 11, 12]
+
+
+def test_counts_by_file_are_the_same_counts(root: Path) -> None:
+    found = count_tokens_by_file(root, max_length=100)
+    assert {token: int(n) for token, n in enumerate(count_tokens(root, max_length=100)) if n} == found
 
 
 def test_the_most_frequent_are_taken_and_the_missing_filled_from_zero() -> None:
@@ -222,3 +260,24 @@ def test_the_command_keeps_a_checkpoints_map(
     found = find_map(out, V)
     assert found is not None
     assert found.same(theirs)
+
+
+def test_a_size_beside_a_checkpoint_must_be_its_own(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "draft"
+    checkpoint.mkdir()
+    as_safetensors(checkpoint, {"d2t": VocabMap.of_ids(torch.tensor([1, 7, 999]), V).d2t})
+    words = ["vocab", str(root), "--checkpoint", str(checkpoint), "--out", str(tmp_path / "out.pt")]
+    assert main([*words, "--size", "4"]) == 2
+    assert "has a draft vocabulary of 3 tokens, --size says 4" in capsys.readouterr().err
+    assert not (tmp_path / "out.pt").exists()
+    assert main([*words, "--size", "3"]) == 0
+
+
+def test_nothing_supervised_is_said_by_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = {key: {"input_ids": torch.arange(9), "loss_mask": torch.zeros(9)} for key in "ab"}
+    assert (
+        main(["vocab", str(write_root(tmp_path / "root", made=made)), "--out", str(tmp_path / "o.pt")]) == 2
+    )
+    assert "no token is supervised in 2 samples of 18 tokens" in capsys.readouterr().err

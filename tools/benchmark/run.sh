@@ -8,7 +8,7 @@ venv=.cache/bench/venv constraints=tools/benchmark/constraints.txt
 
 [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
 stamp=$venv/.installed
-if [[ ! -e $stamp || pyproject.toml -nt $stamp || $constraints -nt $stamp ]]; then
+if [[ ! -e $stamp || pyproject.toml -nt $stamp || $constraints -nt $stamp || tools/constraints.txt -nt $stamp ]]; then
   echo "installing into $venv: minutes the first time, torch is large ..." >&2
   export PIP_DISABLE_PIP_VERSION_CHECK=1
   "$venv/bin/python" -m pip install --quiet -c "$constraints" -e ".[bench]"
