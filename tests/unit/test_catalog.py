@@ -115,7 +115,7 @@ def test_roots_of_another_model_are_refused_with_the_field(tmp_path: Path, field
     other: dict[str, Any] = {
         "name": "other",
         "hidden_size": None,
-        "vocab_size": 7,
+        "vocab_size": 2000,
         "aux_layer_ids": (1, 2),
         "layer_id_convention": "layer_output_0based",
         "last_hidden_norm": "pre",
