@@ -8,6 +8,7 @@ from hsstream.batch import Batch
 from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import (
     CorruptDataError,
+    ForkError,
     FormatError,
     HsStreamError,
     NonFiniteError,
@@ -31,6 +32,7 @@ __all__ = [
     "Batch",
     "Batching",
     "CorruptDataError",
+    "ForkError",
     "FormatError",
     "HiddenStateDataset",
     "HsStreamError",

@@ -11,7 +11,7 @@ import errno
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +23,7 @@ from hsstream.errors import (
 )
 from hsstream.header import check_version
 from hsstream.index import DatasetIndex, combine, index_name
+from hsstream.schema import DatasetInfo
 from hsstream.shard import TAIL_BYTES, ShardIndex, read_index
 from hsstream.storage import Store
 
@@ -103,6 +104,22 @@ def shard_names(store: Store) -> list[str]:
     if not names:
         raise StorageError(f"{store.url}: no data set here: neither {MANIFEST} nor a shard (*.tar)")
     return names
+
+
+def existing_shards(store: Store) -> tuple[dict[str, ShardIndex], DatasetInfo | None]:
+    """The sealed shards at the root, committed or not, and the data set block they agree on, if any."""
+    names = [name for name in store.names() if name.endswith(".tar")]
+    if not names:
+        return {}, None
+    known = read_shard_indexes(store, names)
+    return known, combine(known.items()).info
+
+
+def next_number(known: Iterable[str], name: str) -> int:
+    """The number of the first shard of NAME behind those there are."""
+    pattern = re.compile(re.escape(name) + r"-(\d{6,})\.tar")
+    matches = [pattern.fullmatch(shard) for shard in known]
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def read_shard_index(store: Store, name: str) -> ShardIndex:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -371,23 +369,6 @@ def test_a_shard_that_cannot_be_published_is_an_error_and_leaves_nothing(
         appender.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["a-000000.tar"]
     assert (tmp_path / "a-000000.tar").read_bytes() == b"somebody else's"
-
-
-def test_a_writer_that_nobody_holds_is_collected_with_its_name_and_threads(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    writer = ShardWriter(tmp_path)
-    writer.write("a", exact(5))
-    gone = weakref.ref(writer)
-    left = set(threading.enumerate()) - before
-    assert left
-    del writer
-    gc.collect()
-    assert gone() is None
-    for thread in left:
-        thread.join(GUARD)
-        assert not thread.is_alive()
-    with ShardWriter(tmp_path) as again:
-        assert "a" in again  # it was whole, so it was sealed
 
 
 def test_limits_are_about_the_whole_file(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ LAYERS = (
     {"decoding"},
     {"fetch", "shard", "space", "stock"},
     {"appender", "index"},
-    {"handover", "manifest", "stream"},
+    {"handover", "lifetime", "manifest", "stream"},
     {"catalog", "reader", "verify", "writer"},
     {"dataset", "estimate", "export", "packing", "recode"},
     {"vocab"},
