@@ -259,7 +259,7 @@ class Appender:
             return
         if free < need:
             raise StorageFullError(
-                f"{self._store.url}: {free} bytes are free, the next sample needs {need}; "
+                f"{self._store.writes_to()}: {free} bytes are free, the next sample needs {need}; "
                 "everything written before it is sealed: free some space and resume"
             )
         self._granted = builder.nbytes + int(free * ASKED_AGAIN)

@@ -164,6 +164,7 @@ def _waiting_lock(store: Store) -> Iterator[None]:
 
 def commit_all(store: Store, known: Mapping[str, ShardIndex] | None = None) -> DatasetIndex:
     """Index every sealed shard at the root and commit; what `hsstream index ROOT` does."""
+    store.require_writable()
     with _waiting_lock(store):
         for prefix in (MANIFEST, "index-"):
             store.discard_stale(prefix)  # what a killed commit left

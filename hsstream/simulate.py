@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from hsstream.errors import HsStreamError, SampleError
 from hsstream.plan import Batching, Order, Plan, plan_epoch, steps
+from hsstream.storage import local_path
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,7 @@ def plot(reports: Sequence[PolicyReport], path: str | Path) -> None:
         figures = import_module("matplotlib.figure")  # optional, and slow to import
     except ImportError as error:
         raise HsStreamError("a plot needs matplotlib: pip install matplotlib, or use the table") from error
+    file = local_path(path)
     panels = (
         ("padding waste (%)", [100 * report.padding_waste for report in reports]),
         ("tokens per step", [report.mean_tokens for report in reports]),
@@ -198,6 +200,6 @@ def plot(reports: Sequence[PolicyReport], path: str | Path) -> None:
         axis.set_title(title)
     axes[0].invert_yaxis()
     try:
-        figure.savefig(str(path))
+        figure.savefig(str(file))
     except (OSError, ValueError) as error:
         raise HsStreamError(f"cannot write the plot to {path}: {error}") from error

@@ -134,7 +134,8 @@ class ShardWriter:
         self._skipped: list[tuple[str, str]] = []
         self._samples = self._tokens = 0
         self._store = open_store(root, storage_options)
-        self._space = SpaceGuard(self._store, expected_tokens)
+        self._store.require_writable()
+        self._space = SpaceGuard(self._store, expected_tokens, shard_bytes)
         with ExitStack() as stack:
             stack.enter_context(self._store.lock(name))
             self._store.discard_stale(f"{name}-")

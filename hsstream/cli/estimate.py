@@ -29,7 +29,7 @@ from hsstream.estimate import (
 from hsstream.norm import FinalNorm
 from hsstream.sources.base import Options
 from hsstream.sources.detect import FORMATS
-from hsstream.storage import open_store
+from hsstream.storage import local_path, open_store
 from hsstream.weights import load_lm_head
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -42,7 +42,9 @@ def add_parser(commands: Commands) -> None:
     text = "what a data set will take with each codec, before it is made"
     parser = commands.add_parser("estimate", help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
-    parser.add_argument("--plot", metavar="FILE", help="size against error, as PNG, SVG or PDF")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=local_path, help="size against error, as PNG, SVG or PDF"
+    )
     _state_arguments(parser.add_argument_group("states: PATH, or --model and --text, or bare numbers"))
     add = parser.add_argument_group("place and codecs").add_argument
     add("--dest", metavar="ROOT", help="directory where the data set shall go: its free space")
@@ -59,7 +61,7 @@ def _state_arguments(group: argparse._ArgumentGroup) -> None:
     add("--from", dest="format", choices=FORMATS, default="auto", help="which program wrote the files")
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
     add("--model", metavar="DIR", help="in place of PATH: run this model on --text for a minute")
-    add("--text", metavar="FILE", nargs="+", type=Path, default=[], help="text to run --model on")
+    add("--text", metavar="FILE", nargs="+", type=local_path, default=[], help="text to run --model on")
     add("--layers", metavar="ID,ID", type=integers, help="captured by --model; EAGLE-3's by default")
     add("--lm-head", metavar="MODEL", help="model folder or safetensors file: judge the teacher")
     add("--hidden", metavar="H", type=positive, help="values of a vector")
@@ -114,8 +116,7 @@ def _from_model(args: argparse.Namespace) -> Estimate:
 def _from_path(args: argparse.Namespace) -> Estimate:
     """Of shards where there are any, else of another program's files."""
     options = Options(last_norm=args.last_norm, hidden_size=args.hidden, all_supervised=True)
-    path = Path(args.root)
-    if "://" in args.root or (path.is_dir() and any(path.glob("*.tar"))):
+    if "://" in args.root or any(local_path(args.root).glob("*.tar")):
         drawn = draw_root(args.root, storage_options(args))
     else:
         drawn = draw_source(args.root, args.format, options)
@@ -209,7 +210,7 @@ def _fits(estimate: Estimate, rung: Rung) -> str:
     return "yes" if estimate.fits(rung) else f"{most / estimate.tokens:.0%} of it"
 
 
-def plot(estimate: Estimate, path: str) -> None:
+def plot(estimate: Estimate, path: str | Path) -> None:
     """Size against error (or presets in order where errors are unknown), the free space as a line."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
@@ -231,4 +232,4 @@ def plot(estimate: Estimate, path: str) -> None:
     axes.set_ylabel("TB")
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(local_path(path))

@@ -8,7 +8,6 @@ continues a run that ended.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_option, storage_options
@@ -20,6 +19,7 @@ from hsstream.errors import SampleError
 from hsstream.recode import Recode, RecodeReport, recode
 from hsstream.schema import COMPRESSIONS
 from hsstream.selection import Select
+from hsstream.storage import local_path
 
 
 def add_parser(commands: Commands) -> None:
@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
     add_teacher(parser)
     part = parser.add_mutually_exclusive_group()
     part.add_argument(
-        "--keys", metavar="FILE", type=Path, help="take these samples, one key a line, in that order"
+        "--keys", metavar="FILE", type=local_path, help="take these samples, one key a line, in that order"
     )
     part.add_argument(
         "--split", metavar="PART:F", type=_split, help="train:0.99 or val:0.99, by hash of the key"

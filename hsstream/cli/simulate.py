@@ -15,6 +15,7 @@ from hsstream.cli.output import count, counted, echo, echo_json, size, table
 from hsstream.errors import HsStreamError
 from hsstream.plan import Batching, Order
 from hsstream.simulate import Policy, PolicyReport, plot, simulate
+from hsstream.storage import local_path
 
 _DEFAULT_TOKENS = 16_384
 _NOTES = (
@@ -43,7 +44,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     parser.add_argument("--world", metavar="N", type=positive, default=1, help="ranks")
     parser.add_argument("--step-ms", metavar="MS", type=float, default=1000.0, help="time of a training step")
-    parser.add_argument("--plot", metavar="FILE", help="also draw it, as PNG, SVG or PDF")
+    parser.add_argument("--plot", metavar="FILE", type=local_path, help="also draw it, as PNG, SVG or PDF")
     parser.set_defaults(run=run)
 
 

@@ -25,7 +25,7 @@ from hsstream.errors import SampleError
 from hsstream.plan import Order
 from hsstream.selection import Select
 from hsstream.sources.arrow import write_rows
-from hsstream.storage import open_store
+from hsstream.storage import local_path, open_store
 from hsstream.trainers.base import IDS, MASK, Samples, require
 from hsstream.trainers.patch import replaced
 from hsstream.trainers.speculators import BACKEND, Backend, register
@@ -64,7 +64,7 @@ def launch(
         verifier.verifier_name_or_path, trust_remote_code=verifier.trust_remote_code
     )
     wanted = [FREQUENCIES, *([] if stream else [ROWS])]
-    _ensure_data(Path(resolved.data.data_path), wanted, roots, storage_options, target.vocab_size)
+    _ensure_data(local_path(resolved.data.data_path), wanted, roots, storage_options, target.vocab_size)
     run = _Run(train, list(roots), storage_options, resolved.speculator_type)
     changes: list[tuple[Any, str, Any]] = [(train, "build_draft_model", run.build_draft_model)]
     if stream:

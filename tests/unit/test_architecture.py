@@ -19,9 +19,9 @@ PACKAGE = Path(__file__).parents[2] / "hsstream"
 #: From the bottom up. Rooms of one layer do not know each other.
 LAYERS = (
     {"decoders", "errors", "version", "memory", "ordered", "stats"},
-    {"blocks", "codecs", "plan", "position", "ranks", "sample", "storage", "weights"},
-    {"norm", "presets", "selection", "simulate", "sources", "teacher"},
-    {"schema"},
+    {"blocks", "codecs", "plan", "position", "ranks", "sample", "storage"},
+    {"presets", "selection", "simulate", "sources", "teacher", "weights"},
+    {"norm", "schema"},
     {"header", "batch"},
     {"runs", "table"},
     {"encoding"},

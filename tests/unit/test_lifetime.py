@@ -131,27 +131,6 @@ def test_what_was_accepted_while_another_thread_closed_is_there(tmp_path: Path) 
     assert sorted(hs.ShardReader(tmp_path).keys()) == sorted(accepted)
 
 
-def test_threads_that_plan_different_epochs_of_one_data_set_get_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with hs.ShardWriter(tmp_path) as writer:
-        writer.write("a", exact(3))
-    ds = hs.HiddenStateDataset(tmp_path, hs.Batching(batch_size=2), rank=0, world_size=1)
-    monkeypatch.setattr("hsstream.dataset.plan_epoch", lambda *given: given[-1])
-
-    def work(number: int) -> None:
-        for epoch in range(3000):
-            wanted = 1 + (epoch + number) % 3  # that of epoch 0 was made before
-            assert ds._plan(wanted) == wanted  # type: ignore[comparison-overlap]
-
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        in_threads(4, work)
-    finally:
-        sys.setswitchinterval(switch)
-
-
 # --- a writer that nobody closed
 
 
