@@ -180,6 +180,46 @@ def test_a_failure_seals_what_came_before_and_drops_what_comes_after(
     assert [path.name for path in tmp_path.iterdir()] == ["a-000000.tar"]
 
 
+def test_a_failure_is_reported_only_when_what_came_before_is_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever hears of it may end the process at once."""
+    publishing, go = threading.Event(), threading.Event()
+
+    class Slow(LocalStore):
+        def create(self, name: str) -> PendingFile:
+            pending = super().create(name)
+            publish = pending.publish
+
+            def slowly(overwrite: bool = False) -> None:
+                publishing.set()
+                assert go.wait(GUARD)
+                publish(overwrite)
+
+            monkeypatch.setattr(pending, "publish", slowly)
+            return pending
+
+    seal = appender_module.seal
+
+    def failing(record: PlainRecord) -> Any:
+        if record.key == "s1":
+            raise SampleError("spoilt")
+        return seal(record)
+
+    monkeypatch.setattr(appender_module, "seal", failing)
+    appender = started(Slow(tmp_path))
+    put_all(appender, ["s0", "s1"])
+    assert publishing.wait(GUARD)
+    appender.check()
+    appender.put(*plain("s2"))
+    go.set()
+    with pytest.raises(SampleError, match="spoilt"):
+        appender.seal()
+    with pytest.raises(SampleError, match="spoilt"):
+        appender.finish()
+    assert list(readable(tmp_path)) == ["s0"]
+
+
 def test_small_records_are_handed_over_together_and_keep_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

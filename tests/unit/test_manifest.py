@@ -241,13 +241,28 @@ def test_an_index_under_another_ones_name_is_refused(root: Path) -> None:
     assert caught.value.reason == "hash_mismatch"
 
 
-def test_a_missing_cut_or_replaced_shard_is_refused(root: Path) -> None:
+def test_leftovers_of_a_killed_commit_are_removed_by_the_next_one(root: Path) -> None:
+    dead = [root / f".{name}.0123456789ab.part" for name in ("manifest.json", "index-00ff.msgpack")]
+    others = [root / f".{name}.0123456789ab.part" for name in ("hs-000002.tar", "notes")]
+    for path in (*dead, *others):
+        path.write_bytes(b"half")
+    store = open_store(root)
+    running = store.create("index-00ee.msgpack")  # another process's, which is not dead
+    commit_all(store)
+    hidden = [path for path in root.iterdir() if path.name.startswith(".")]
+    assert len(hidden) == 3
+    assert set(others) <= set(hidden)
+    running.discard()
+
+
+def test_a_missing_cut_grown_or_replaced_shard_is_refused(root: Path) -> None:
     path = root / "hs-000000.tar"
     data = path.read_bytes()
-    replace(path, data[:-10_240])
-    with pytest.raises(FormatError, match=r"the shard has \d+ bytes, manifest.json says") as caught:
-        hs.ShardReader(root)
-    assert caught.value.reason == "manifest_mismatch"
+    for other in (data[:-10_240], data[:-1], data + b"\0", data + bytes(10_240), data + data):
+        replace(path, other)
+        with pytest.raises(FormatError, match=r"the shard has \d+ bytes, manifest.json says") as caught:
+            hs.ShardReader(root)
+        assert (caught.value.reason, caught.value.shard) == ("manifest_mismatch", "hs-000000.tar")
     path.unlink()
     with pytest.raises(hs.HsStreamError, match=r"hs-000000.tar"):
         hs.ShardReader(root)
