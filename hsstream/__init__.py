@@ -15,6 +15,7 @@ from hsstream.batch import Batch
 from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import (
     CorruptDataError,
+    ForkError,
     FormatError,
     HsStreamError,
     NonFiniteError,
@@ -38,6 +39,7 @@ __all__ = [
     "Batch",
     "Batching",
     "CorruptDataError",
+    "ForkError",
     "FormatError",
     "HiddenStateDataset",
     "HsStreamError",

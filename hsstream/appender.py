@@ -108,6 +108,7 @@ class Appender:
         self._granted = 0
         self.failure: BaseException | None = None
         self.sealed = Sealed()
+        self._then: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="hsstream-append", daemon=True)
         self._thread.start()
 
@@ -130,7 +131,15 @@ class Appender:
             if len(self._gathered) >= GATHERED_RECORDS:
                 self._hand_over(in_step)
         else:
-            self._items.put([(self._pool.submit(seal, plain), facts, nbytes)])
+            self._items.put([(self._begun(plain), facts, nbytes)])
+
+    def _begun(self, plain: PlainRecord) -> Future[Record] | PlainRecord:
+        try:
+            return self._pool.submit(seal, plain)
+        except (
+            RuntimeError
+        ):  # the main thread has ended, and with it every pool: the appending thread does it
+            return plain
 
     def _hand_over(self, in_step: bool = False) -> None:
         """Queue the small records that were gathered; in the caller's thread, or in the appending one.
@@ -160,9 +169,12 @@ class Appender:
         self._wait_for(_Moment(seals=True))
         self.check()
 
-    def end(self) -> None:
-        """Let the thread seal what is queued and end, without waiting for it."""
-        self._hand_over()
+    def end(self, then: Callable[[], None] | None = None) -> None:
+        """Let the thread seal what is queued, call `then` and end, without waiting for it.
+
+        Takes no lock: garbage collection may call it at any moment, in any thread.
+        """
+        self._then = then
         self._items.put(None)
 
     def finish(self) -> None:
@@ -183,8 +195,13 @@ class Appender:
                 self._take(*entry)
             # Or the last record would stay in memory until the next one comes.
             del item, entry
+        while self._gathered:
+            self._take(*self._gathered.pop(0))
         if self._builder is not None:
             self._try_seal()
+        self._pool.shutdown(wait=False)
+        if self._then is not None:
+            self._then()
 
     def _next(self) -> _Entry | None:
         while True:
@@ -242,7 +259,7 @@ class Appender:
             return
         if free < need:
             raise StorageFullError(
-                f"{self._store.url}: {free} bytes are free, the next sample needs {need}; "
+                f"{self._store.writes_to()}: {free} bytes are free, the next sample needs {need}; "
                 "everything written before it is sealed: free some space and resume"
             )
         self._granted = builder.nbytes + int(free * ASKED_AGAIN)

@@ -167,13 +167,14 @@ class HiddenStateDataset(IterableDataset[Batch]):
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], Plan]:
         """(catalog numbers, plan over them) of an epoch; the last one is kept."""
-        if epoch not in self._plans:
+        found = self._plans.get(epoch)
+        if found is None:
             catalog = self._catalog
             samples = self._weighted(epoch)
             shards = catalog.shards[samples] + copy_numbers(samples) * catalog.shard_count
-            plan = plan_epoch(catalog.lengths[samples], shards, self._batching, self._order, epoch)
-            self._plans = {epoch: (samples, plan)}
-        return self._plans[epoch]
+            found = samples, plan_epoch(catalog.lengths[samples], shards, self._batching, self._order, epoch)
+            self._plans = {epoch: found}  # of several threads, the last one's is kept
+        return found
 
     def _weighted(self, epoch: int) -> NDArray[np.int64]:
         weights = [source.weight for source in self._catalog.sources]

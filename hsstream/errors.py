@@ -13,6 +13,7 @@
     |- StorageError (OSError)            a place could not be reached, read or published to
     |  `- StorageFullError               no space left; everything sealed so far is intact
     |- ResumeError (ValueError)          a state that belongs to another data set, order or version
+    |- ForkError (RuntimeError)          a writer or an iterator of the parent process, used in a forked child
     `- SchemaMismatchError (ValueError)  tensors, codecs or model differ from the data set's
 
 Every exception is built from one line of text, so it survives pickling and the re-raise in a
@@ -112,6 +113,10 @@ class StorageFullError(StorageError):
 
 class ResumeError(HsStreamError, ValueError):
     """A state that belongs to another data set, order or version."""
+
+
+class ForkError(HsStreamError, RuntimeError):
+    """A writer or an iterator was used in a forked child: its threads are in the process that made it."""
 
 
 class SchemaMismatchError(HsStreamError, ValueError):

@@ -11,10 +11,10 @@ import errno
 import json
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from hsstream.errors import (
     FormatError,
@@ -35,6 +35,10 @@ MAX_MANIFEST_BYTES = 256 << 20
 MAX_INDEX_BYTES = 8 << 30
 TAIL_READERS = 16
 LOCK_SECONDS = 120.0
+#: So often a small file that does not parse is read, as long as it is another one each time.
+MAX_READS = 4
+
+Parsed = TypeVar("Parsed")
 
 
 def open_dataset(store: Store, index_digest: str | None = None) -> DatasetIndex:
@@ -55,7 +59,9 @@ def open_dataset(store: Store, index_digest: str | None = None) -> DatasetIndex:
     name = index_name(index_digest)
     with located(shard=name):
         try:
-            data = store.read_all(name, MAX_INDEX_BYTES)
+            index = _read_parsed(
+                store, name, MAX_INDEX_BYTES, lambda data: DatasetIndex.unpack(data, index_digest)
+            )
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -63,7 +69,6 @@ def open_dataset(store: Store, index_digest: str | None = None) -> DatasetIndex:
                 f"{store.url}: {MANIFEST} names {name}, which is missing: run `hsstream index ROOT`",
                 "manifest_mismatch",
             ) from None
-        index = DatasetIndex.unpack(data, index_digest)
     if store.local:
         _check_files(store, index)
     return index
@@ -83,21 +88,40 @@ def _check_files(store: Store, index: DatasetIndex) -> None:
 def read_manifest(store: Store) -> dict[str, Any] | None:
     """The checked manifest.json of a root, None where there is none."""
     try:
-        data = store.read_all(MANIFEST, MAX_MANIFEST_BYTES)
+        with located(shard=MANIFEST):
+            return _read_parsed(store, MANIFEST, MAX_MANIFEST_BYTES, _parse_manifest)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None
         raise
-    with located(shard=MANIFEST):
+
+
+def _parse_manifest(data: bytes) -> dict[str, Any]:
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{MANIFEST} is not valid JSON: {error}", "bad_field") from None
+    name = manifest.get("index") if isinstance(manifest, dict) else None
+    if not isinstance(name, str) or not INDEX_PATTERN.fullmatch(name):
+        raise FormatError(f"{MANIFEST} does not name an index", "bad_field")
+    check_version(manifest, MANIFEST)
+    return manifest  # type: ignore[no-any-return]
+
+
+def _read_parsed(store: Store, name: str, limit: int, parse: Callable[[bytes], Parsed]) -> Parsed:
+    """A whole file, parsed. One that does not parse is read again until it comes out the same twice: it may
+    have been replaced between its size and its bytes, or damaged on the way."""
+    before: bytes | None = None
+    for _ in range(MAX_READS - 1):
+        data = None
         try:
-            manifest = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{MANIFEST} is not valid JSON: {error}", "bad_field") from None
-        name = manifest.get("index") if isinstance(manifest, dict) else None
-        if not isinstance(name, str) or not INDEX_PATTERN.fullmatch(name):
-            raise FormatError(f"{MANIFEST} does not name an index", "bad_field")
-        check_version(manifest, MANIFEST)
-        return manifest  # type: ignore[no-any-return]
+            data = store.read_all(name, limit)
+            return parse(data)
+        except FormatError:
+            if data is not None and data == before:
+                raise
+            before = data
+    return parse(store.read_all(name, limit))
 
 
 def shard_names(store: Store) -> list[str]:
@@ -108,14 +132,20 @@ def shard_names(store: Store) -> list[str]:
     return names
 
 
-def sealed_shards(store: Store, overlay: FactsOverlay) -> tuple[dict[str, ShardIndex], DatasetInfo | None]:
-    """The sealed shards at a root, committed or not, and the data set block they agree on; {} and None
-    where there are none."""
+def existing_shards(store: Store, overlay: FactsOverlay) -> tuple[dict[str, ShardIndex], DatasetInfo | None]:
+    """The sealed shards at the root, committed or not, and the data set block they agree on, if any."""
     names = [name for name in store.names() if name.endswith(".tar")]
     if not names:
         return {}, None
     known = read_shard_indexes(store, names)
     return known, combine(known.items(), overlay.apply).info
+
+
+def next_number(known: Iterable[str], name: str) -> int:
+    """The number of the first shard of NAME behind those there are."""
+    pattern = re.compile(re.escape(name) + r"-(\d{6,})\.tar")
+    matches = [pattern.fullmatch(shard) for shard in known]
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def read_shard_index(store: Store, name: str) -> ShardIndex:
@@ -166,6 +196,7 @@ def _waiting_lock(store: Store) -> Iterator[None]:
 
 def commit_all(store: Store, known: Mapping[str, ShardIndex] | None = None) -> DatasetIndex:
     """Index every sealed shard at the root and commit; what `hsstream index ROOT` does."""
+    store.require_writable()
     with _waiting_lock(store):
         for prefix in (MANIFEST, "index-", FACTS):
             store.discard_stale(prefix)  # what a killed commit left
@@ -187,6 +218,7 @@ def commit_facts(store: Store, settings: Mapping[str, Any], removals: Collection
     """
     check_names([*settings, *removals])
     ModelInfo(**settings)
+    store.require_writable()
     with _waiting_lock(store):
         overlay = FactsOverlay.read(store).changed(settings, removals)
         index = from_shards(store, shard_names(store), overlay=overlay)

@@ -20,10 +20,13 @@ OVERHEAD = 1.01
 
 
 class SpaceGuard:
-    """Judges one writer's run of `expected_tokens` tokens; None: nothing to judge by."""
+    """Judges one writer's run of `expected_tokens` tokens; None: nothing to judge by.
 
-    def __init__(self, store: Store, expected_tokens: int | None) -> None:
-        self._store, self._expected = store, expected_tokens
+    Where shards wait for their upload in a spool, its space is needed for one of `shard_bytes` at a time.
+    """
+
+    def __init__(self, store: Store, expected_tokens: int | None, shard_bytes: int) -> None:
+        self._store, self._expected, self._shard_bytes = store, expected_tokens, shard_bytes
         self._judged_bytes = 0
 
     def begin(self, first: PlainRecord) -> None:
@@ -33,7 +36,15 @@ class SpaceGuard:
         free = self._store.free_bytes()
         stored = sum(len(piece) for pieces in seal(first).payloads for piece in pieces)
         need = int(stored / first.tokens * self._expected * OVERHEAD)
-        if free is not None and need > free:
+        if free is None:
+            return
+        if self._store.spool() is not None:
+            if min(need, self._shard_bytes) > free:
+                raise StorageFullError(
+                    f"{self._store.writes_to()}: a shard may take {_gb(min(need, self._shard_bytes))}, "
+                    f"{_gb(free)} are free: choose another spool, or smaller shard_bytes"
+                )
+        elif need > free:
             raise StorageFullError(
                 f"{self._store.url}: {self._expected} tokens need about {_gb(need)}, {_gb(free)} "
                 "are free: choose a smaller codec, fewer tokens or another place"
@@ -46,6 +57,8 @@ class SpaceGuard:
         """
         if self._expected is None or not tokens or nbytes == self._judged_bytes:
             return
+        if self._store.spool() is not None:
+            return  # it is free again with every upload
         self._judged_bytes = nbytes
         left = max(0, self._expected - tokens)
         free, need = self._store.free_bytes(), int(nbytes / tokens * left)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from typing import Any
 from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
 from hsstream.decoders import Decoders
 from hsstream.decoding import check_member_size, read_rows
-from hsstream.errors import FormatError, located
+from hsstream.errors import ForkError, FormatError, located
 from hsstream.fetch import Fetcher, Request, SampleBytes
 from hsstream.header import Header
 from hsstream.index import check_sample
@@ -201,7 +202,7 @@ def stream(
     running: deque[_Running] = deque()
     order, entry = count(), None
     # Modules are taken apart when the interpreter ends, this one too.
-    is_finalizing = sys.is_finalizing
+    is_finalizing, process, process_now = sys.is_finalizing, os.getpid(), os.getpid
     try:
         while True:
             while _has_room(running, ahead_bytes, 0):
@@ -216,9 +217,16 @@ def stream(
                 return
             clock.set(batches_ahead=len(running) - 1, bytes_held=fetcher.held)
             yield _finish(running.popleft(), slow_batch_s)
+            if process_now() != process:
+                raise ForkError(
+                    f"this iterator belongs to process {process}, and this is a forked child of it: "
+                    "iterate the data set here anew"
+                )
     finally:
-        if is_finalizing():
-            pass  # the script ended within the loop: what is needed to end threads is gone, and so are they
+        if is_finalizing() or process_now() != process:
+            # The script ended within the loop, and what is needed to end threads is gone, or this is a forked
+            # child, in which there are none.
+            pass
         elif threading.current_thread().name.startswith("hsstream-"):
             # Garbage collection met a forgotten stream in one of its own threads, which cannot join itself.
             end = threading.Thread(

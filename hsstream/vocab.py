@@ -26,7 +26,7 @@ from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError, SourceError, StorageError
 from hsstream.plan import Batching, Order
 from hsstream.sources.torchfile import load_torch
-from hsstream.storage import open_store
+from hsstream.storage import local_path, open_store
 from hsstream.weights import load_weight
 
 #: What EAGLE-3 trainers take where nothing else is said.
@@ -211,7 +211,7 @@ def find_map(place: str | Path, vocab_size: int) -> VocabMap | None:
     Raises:
         SampleError: nothing there, or a broken map.
     """
-    path = Path(place)
+    path = local_path(place)
     if not path.exists():
         raise SampleError(f"{path}: no checkpoint there")
     found = _from_torch(path) if path.suffix != ".safetensors" else None
@@ -274,7 +274,7 @@ def save_map(found: VocabMap, out: str | Path) -> list[Path]:
         SampleError: another map is there already, or a name that says neither.
         StorageError: it cannot be written.
     """
-    path = Path(out)
+    path = local_path(out)
     if path.suffix not in ("", ".pt"):
         raise SampleError(f"{path}: a map is written to a .pt file or into a folder")
     if (path.suffix == "" or path.exists()) and _is_there(path, found):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hsstream.errors import SampleError
+from hsstream.storage import local_path
 
 #: An lm_head under its own name, else tied to the embedding.
 LM_HEAD_NAMES = (
@@ -38,7 +39,7 @@ def load_weight(path: str | Path, names: tuple[str, ...]) -> torch.Tensor:
     Raises:
         SampleError: none of them is there, or `path` holds no safetensors.
     """
-    files = _files_of(Path(path))
+    files = _files_of(local_path(path))
     for name in names:
         if name in files:
             return _read(files[name], name)
@@ -47,7 +48,7 @@ def load_weight(path: str | Path, names: tuple[str, ...]) -> torch.Tensor:
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of a model folder; SampleError when there is none."""
-    file = Path(path) / "config.json"
+    file = local_path(path) / "config.json"
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:

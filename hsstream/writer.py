@@ -21,10 +21,11 @@ from weakref import finalize
 
 from hsstream.appender import Appender, Sealed, ShardLimits
 from hsstream.encoding import PlainRecord, PlainTensor, encode
-from hsstream.errors import HsStreamError, NonFiniteError, SampleError, located
+from hsstream.errors import ForkError, HsStreamError, NonFiniteError, SampleError, located
 from hsstream.facts import FactsOverlay
 from hsstream.header import pack, unpack
-from hsstream.manifest import commit_all, sealed_shards
+from hsstream.lifetime import Lifetime
+from hsstream.manifest import commit_all, existing_shards, next_number
 from hsstream.presets import check_codec
 from hsstream.runs import rows_to_store
 from hsstream.sample import ModelInfo, Sample, check_key, prepare_sample
@@ -62,6 +63,8 @@ class Prepared:
 
 class ShardWriter:
     """Writes samples to shards of a data set, in the order of `write()`.
+
+    End it with `close()`, or use `with`. Threads may share a writer; a forked child opens one of its own.
 
     Args:
         root: directory or URL of the data set; created when missing, continued when it exists.
@@ -128,24 +131,23 @@ class ShardWriter:
         self._last_rows, self._ttt_length = last_rows, ttt_length if last_rows != "all" else None
         self._skipped: list[tuple[str, str]] = []
         self._samples = self._tokens = 0
-        self._appender: Appender | None = None
-        self._closed = False
         self._store = open_store(root, storage_options)
-        self._space = SpaceGuard(self._store, expected_tokens)
+        self._store.require_writable()
+        self._space = SpaceGuard(self._store, expected_tokens, shard_bytes)
         with ExitStack() as stack:
             stack.enter_context(self._store.lock(name))
             self._store.discard_stale(f"{name}-")
             overlay = FactsOverlay.read(self._store)
-            self._known, self._info = sealed_shards(self._store, overlay)
+            self._known, self._info = existing_shards(self._store, overlay)
             if self._info is not None:
                 if self._model is not None:
                     self._model = replace(self._model, **overlay.facts)
                     (self._info.model or ModelInfo()).require_same(self._model)
                 self._info.schema.require_codecs(codec, self._store.url)
             self._keys = {key for index in self._known.values() for key in index.table.keys}
-            self._next_number = _next_number(self._known, name)
-            self._stack = stack.pop_all()
-        finalize(self, self._stack.close)
+            self._next_number = next_number(self._known, name)
+            self._life = Lifetime(f"the writer {name!r} of {self._store.url}", stack.pop_all())
+        finalize(self, self._life.drop).atexit = False
 
     def write(
         self,
@@ -156,6 +158,8 @@ class ShardWriter:
         stored_rows: Mapping[str, Any] | None = None,
     ) -> None:
         """Validate and encode one sample; on return the inputs may be reused.
+
+        Several threads may call it at once; each one's samples stay in their order.
 
         Args:
             key: 1 to 56 characters of A-Z a-z 0-9 _ -, unique in the data set.
@@ -170,6 +174,7 @@ class ShardWriter:
             SampleError: the format cannot hold this sample, or a loss would use a row of
                 `last_hidden_state` that was never captured or stored; nothing of it was written.
             StorageError: an earlier sample could not be written.
+            ForkError: this is a forked child of the process that opened the writer.
         """
         try:
             prepared = self.prepare(key, tensors, attention_mask, meta, None, stored_rows)
@@ -191,10 +196,10 @@ class ShardWriter:
     ) -> Prepared:
         """The first half of `write`: validate and encode. NaN and Inf are refused whatever `on_nonfinite`.
 
-        Several threads may prepare at once when the first sample has been appended. ready: tensors that
-        are encoded already, as in `encoding.encode`.
+        Threads that prepare before the first sample has been appended each work out the schema. ready:
+        tensors that are encoded already, as in `encoding.encode`.
         """
-        self._check_open()
+        self._life.check()
         check_key(key)
         with located(key=key):
             sample = prepare_sample(key, self._taught(tensors), attention_mask, meta, stored_rows)
@@ -205,23 +210,23 @@ class ShardWriter:
 
         in_step: small samples are compressed and written while the caller waits, several at once.
         """
-        self._check_open()
         plain = prepared.plain
-        with located(key=plain.key):
-            if plain.key in self._keys:
-                raise SampleError("this key was already written: test `key in writer` before writing")
-            appender = self._started(prepared)
-            appender.put(plain, prepared.facts, in_step)
-        self._keys.add(plain.key)
-        self._samples += 1
-        self._tokens += plain.tokens
-        self._space.sealed(appender.sealed.tokens, appender.sealed.nbytes)
+        with self._life.writing():
+            with located(key=plain.key):
+                if plain.key in self._keys:
+                    raise SampleError("this key was already written: test `key in writer` before writing")
+                appender = self._started(prepared)
+                appender.put(plain, prepared.facts, in_step)
+            self._keys.add(plain.key)
+            self._samples += 1
+            self._tokens += plain.tokens
+            self._space.sealed(appender.sealed.tokens, appender.sealed.nbytes)
 
     def seal(self) -> None:
         """Seal what was written, however small the shard; returns when it is done."""
-        self._check_open()
-        if self._appender is not None:
-            self._appender.seal()
+        with self._life.writing():
+            if self._life.appender is not None:
+                self._life.appender.seal()
 
     def commit(self) -> None:
         """Make what is sealed so far the data set's, for readers that come while this writer goes on.
@@ -229,7 +234,7 @@ class ShardWriter:
         Raises:
             StorageError: index or manifest could not be written; what is sealed is intact.
         """
-        self._check_open()
+        self._life.check()
         if known := {**self._known, **self.sealed()}:
             commit_all(self._store, known)
 
@@ -244,13 +249,7 @@ class ShardWriter:
 
     def sealed(self) -> Mapping[str, ShardIndex]:
         """The shards this writer has sealed so far, in order; grows while it writes."""
-        return self._appender.sealed.shards if self._appender else {}
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SampleError("the writer is closed")
-        if self._appender is not None:
-            self._appender.check()
+        return self._life.appender.sealed.shards if self._life.appender else {}
 
     def _taught(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._teacher is not None:
@@ -268,7 +267,7 @@ class ShardWriter:
 
     def stats(self) -> WriterStats:
         """Samples and tokens accepted by this writer; bytes and shards it has sealed."""
-        sealed = self._appender.sealed if self._appender else Sealed()
+        sealed = self._life.appender.sealed if self._life.appender else Sealed()
         return WriterStats(
             self._samples, self._tokens, sealed.nbytes, len(sealed.shards), list(self._skipped)
         )
@@ -276,8 +275,13 @@ class ShardWriter:
     def close(self) -> None:
         """Seal what was written and, with `commit`, make it the data set's; further calls do nothing.
 
+        Without it, what was written is sealed all the same when the writer is collected or the interpreter
+        ends, but not committed, and a ResourceWarning and a line of the logger `hsstream` say so. A process
+        that is killed, or ends by `os._exit`, seals nothing more.
+
         Raises:
             StorageError: something could not be written or published; what was sealed is intact.
+            ForkError: this is a forked child of the process that opened the writer.
         """
         self._finish(self._commit)
 
@@ -293,17 +297,18 @@ class ShardWriter:
         try:
             # The caller's exception must not be replaced, and a broken-off run is not committed.
             self._finish(commit=False)
+        except ForkError:
+            pass  # a child leaves its parent's `with`: nothing here is its own
         except HsStreamError as failure:
             if failure is not error:
                 warnings.warn(f"while leaving the writer: {failure}", RuntimeWarning, stacklevel=2)
 
     def _finish(self, commit: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        with self._stack:
-            if self._appender is not None:
-                self._appender.finish()
+        with self._life.closing() as first:
+            if not first:
+                return
+            if self._life.appender is not None:
+                self._life.appender.finish()
             known = {**self._known, **self.sealed()}
             if commit and known:
                 commit_all(self._store, known)
@@ -316,7 +321,7 @@ class ShardWriter:
 
     def _info_for(self, sample: Sample) -> DatasetInfo:
         """The data set block: fixed by the first sample, which must agree with what is at the root."""
-        if self._appender is not None and self._info is not None:
+        if self._life.appender is not None and self._info is not None:
             self._info.schema.check_sample(sample)
             return self._info
         schema = schema_of(sample, self._codec, self._compression)
@@ -328,19 +333,18 @@ class ShardWriter:
         return self._info
 
     def _started(self, first: Prepared) -> Appender:
-        if self._appender is None:
+        if self._life.appender is None:
             self._space.begin(first.plain)
             self._info = info = first.info
             # Nothing here may refer to the writer, or a forgotten one would stay alive with its threads.
             name, begin = self._name, self._next_number
             names = (f"{name}-{number:06d}.tar" for number in count(begin))
-            self._appender = Appender(
+            self._life.appender = Appender(
                 self._store, info, names, self._limits, WRITER, self._threads, QUEUE_BYTES
             )
-            finalize(self, self._appender.end).atexit = False
         elif self._info is not None and self._info is not first.info:
             self._info.require_same(first.info)
-        return self._appender
+        return self._life.appender
 
 
 def _check_arguments(
@@ -365,12 +369,6 @@ def _with_draft_vocabulary(model: ModelInfo | None, teacher: TopKTeacher | None)
     if teacher.draft_vocab_hash is None:
         return model
     return replace(model or ModelInfo(), draft_vocab_hash=teacher.draft_vocab_hash)
-
-
-def _next_number(known: Mapping[str, ShardIndex], name: str) -> int:
-    pattern = re.compile(re.escape(name) + r"-(\d{6,})\.tar")
-    matches = [pattern.fullmatch(shard) for shard in known]
-    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def _plain_model(model: ModelInfo | None) -> ModelInfo | None:

@@ -31,7 +31,7 @@ from hsstream.estimate import (
 from hsstream.norm import FinalNorm
 from hsstream.sources.base import Options
 from hsstream.sources.detect import FORMATS
-from hsstream.storage import open_store
+from hsstream.storage import local_path, open_store
 from hsstream.weights import load_lm_head
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -63,7 +63,7 @@ def _state_arguments(group: argparse._ArgumentGroup) -> None:
     add("--from", dest="format", choices=FORMATS, default="auto", help="which program wrote the files")
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
     add("--model", metavar="DIR", help="in place of PATH: run this model on --text for a minute")
-    add("--text", metavar="FILE", nargs="+", type=Path, default=[], help="text to run --model on")
+    add("--text", metavar="FILE", nargs="+", type=local_path, default=[], help="text to run --model on")
     add("--layers", metavar="ID,ID", type=integers, help="captured by --model; EAGLE-3's by default")
     add("--lm-head", metavar="MODEL", help="model folder or safetensors file: judge the teacher")
     add("--hidden", metavar="H", type=positive, help="values of a vector")
@@ -118,8 +118,7 @@ def _from_model(args: argparse.Namespace) -> Estimate:
 def _from_path(args: argparse.Namespace) -> Estimate:
     """Of shards where there are any, else of another program's files."""
     options = Options(last_norm=args.last_norm, hidden_size=args.hidden, all_supervised=True)
-    path = Path(args.root)
-    if "://" in args.root or (path.is_dir() and any(path.glob("*.tar"))):
+    if "://" in args.root or any(local_path(args.root).glob("*.tar")):
         drawn = draw_root(args.root, storage_options(args))
     else:
         drawn = draw_source(args.root, args.format, options)

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from hsstream.cli.arguments import (
@@ -38,7 +37,7 @@ from hsstream.packing.job import Follow
 from hsstream.schema import COMPRESSIONS
 from hsstream.sources.base import Options
 from hsstream.sources.detect import FORMATS
-from hsstream.storage import open_store
+from hsstream.storage import local_path, open_store
 
 
 def add_parser(commands: Commands) -> None:
@@ -60,9 +59,14 @@ def _source_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--from", dest="format", choices=FORMATS, default="auto", help="which program wrote the files")
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
-    add("--to-post-norm", metavar="MODEL", type=Path, help="apply the final norm of this model folder")
+    add("--to-post-norm", metavar="MODEL", type=local_path, help="apply the final norm of this model folder")
     add_teacher(group)
-    add("--arrow", metavar="DIR", type=Path, help="speculators' preprocessed data set, for the loss masks")
+    add(
+        "--arrow",
+        metavar="DIR",
+        type=local_path,
+        help="speculators' preprocessed data set, for the loss masks",
+    )
     add("--all-supervised", action="store_true", help="without a loss mask, supervise every token")
     add("--layers", metavar="L", type=positive, help="number of captured layers")
     add("--hidden-size", metavar="H", type=positive, help="width of a layer")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hsstream.errors import StorageError
+from hsstream.storage import local_path
 
 ENDINGS = (".png", ".svg", ".pdf")
 #: Distance of a label from its point, in points of 1/72 inch; beyond LEADER a line leads to it.
@@ -28,7 +29,7 @@ NAME_LENGTH = 40
 
 def picture_file(text: str) -> Path:
     """An option's file name, checked while there is nothing to lose yet."""
-    path = Path(text).expanduser()
+    path = local_path(text)
     if path.suffix.lower() not in ENDINGS:
         raise argparse.ArgumentTypeError(f"a picture is a {', '.join(ENDINGS)} file, found {text!r}")
     if not path.parent.is_dir():

@@ -8,7 +8,6 @@ continues a run that ended.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_option, storage_options
@@ -20,6 +19,7 @@ from hsstream.errors import SampleError
 from hsstream.recode import Recode, RecodeReport, recode
 from hsstream.schema import COMPRESSIONS
 from hsstream.selection import Select
+from hsstream.storage import local_path
 
 
 def add_parser(commands: Commands) -> None:
@@ -40,11 +40,11 @@ def add_parser(commands: Commands) -> None:
     add("--shard-bytes", metavar="BYTES", type=number, default=10**9, help="size of a shard: 1G unless given")
     add("--name", default="hs", help="shards are called NAME-000000.tar, ...")
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
-    add("--to-post-norm", metavar="MODEL", type=Path, help="apply the final norm of this model folder")
+    add("--to-post-norm", metavar="MODEL", type=local_path, help="apply the final norm of this model folder")
     add_teacher(parser)
     part = parser.add_mutually_exclusive_group()
     part.add_argument(
-        "--keys", metavar="FILE", type=Path, help="take these samples, one key a line, in that order"
+        "--keys", metavar="FILE", type=local_path, help="take these samples, one key a line, in that order"
     )
     part.add_argument(
         "--split", metavar="PART:F", type=_split, help="train:0.99 or val:0.99, by hash of the key"

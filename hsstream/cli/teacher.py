@@ -7,10 +7,10 @@ SampleError: a folder without an output head, a place without a draft vocabulary
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from hsstream.cli.arguments import positive
 from hsstream.errors import SampleError
+from hsstream.storage import local_path
 from hsstream.teacher import TopKTeacher
 from hsstream.vocab import find_map
 from hsstream.weights import load_lm_head
@@ -19,7 +19,12 @@ from hsstream.weights import load_lm_head
 def add_teacher(group: argparse._ActionsContainer) -> None:
     """--teacher, --top-k and --d2t."""
     add = group.add_argument
-    add("--teacher", metavar="MODEL", type=Path, help="store this model's largest logits in place of states")
+    add(
+        "--teacher",
+        metavar="MODEL",
+        type=local_path,
+        help="store this model's largest logits in place of states",
+    )
     add("--top-k", metavar="K", type=positive, default=64, help="how many (%(default)s)")
     add("--d2t", metavar="PLACE", help="and only those of this draft vocabulary: a checkpoint, or d2t.npy")
 

@@ -9,12 +9,12 @@ the checkpoint's.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from hsstream.cli.arguments import Commands, new_command, open_root, positive, storage_options
 from hsstream.cli.output import count, counted, echo, echo_json, percent
 from hsstream.errors import SampleError
+from hsstream.storage import local_path
 from hsstream.vocab import DRAFT_VOCABULARY, VocabMap, build_map, count_tokens, find_map, save_map
 
 
@@ -42,10 +42,16 @@ def add_parser(commands: Commands) -> None:
         help="count the first N tokens of a sample only",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="FILE.pt (SpecForge) or a folder (speculators' .npy files)"
+        "--out",
+        metavar="FILE",
+        type=local_path,
+        help="FILE.pt (SpecForge) or a folder (speculators' .npy files)",
     )
     parser.add_argument(
-        "--checkpoint", metavar="PATH", type=Path, help="a draft model: the map it has is kept, and copied"
+        "--checkpoint",
+        metavar="PATH",
+        type=local_path,
+        help="a draft model: the map it has is kept, and copied",
     )
     parser.set_defaults(run=run)
 

@@ -16,6 +16,7 @@ from hsstream.export.formats import FORMATS
 from hsstream.norm import FinalNorm
 from hsstream.ordered import ordered
 from hsstream.reader import ShardReader
+from hsstream.storage import local_path
 
 #: progress(stored bytes done, in all).
 Progress = Callable[[int, int], None]
@@ -54,9 +55,10 @@ def export(
     """
     if to not in FORMATS:
         raise SampleError(f"unknown format {to!r}: choose one of {', '.join(FORMATS)}")
+    folder = local_path(target)
     reader = ShardReader(root, storage_options)
     norm = None if to_post_norm is None else FinalNorm(to_post_norm)
-    layout = FORMATS[to](reader, Path(target), norm)
+    layout = FORMATS[to](reader, folder, norm)
     layout.check()
     sizes = reader.index.table.sizes.sum(axis=1).tolist()
     total = sum(sizes)
@@ -70,4 +72,4 @@ def export(
         if progress is not None:
             progress(done, total)
     layout.finish()
-    return ExportReport(to, str(target), samples, tokens, nbytes)
+    return ExportReport(to, str(folder), samples, tokens, nbytes)

@@ -45,6 +45,7 @@ def pack(job: Job, progress: Progress | None = None, stop: threading.Event | Non
     """
     check_job(job)
     store = open_store(job.root, job.storage_options)
+    store.require_writable()
     stop = stop or threading.Event()
     try:
         source = open_job_source(job, stop)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hsstream.errors import SampleError, SourceError, StorageError
+from hsstream.storage import local_path
 
 COLUMNS = ("input_ids", "loss_mask")
 
@@ -26,7 +27,7 @@ class ArrowRows:
     def __init__(self, path: Path) -> None:
         library = _library()
         try:
-            loaded = library.load_from_disk(str(path))
+            loaded = library.load_from_disk(str(local_path(path)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SampleError(f"{path}: not a data set of load_from_disk: {str(error)[:160]}") from None
         missing = [name for name in COLUMNS if name not in getattr(loaded, "column_names", [])]

@@ -27,6 +27,7 @@ from hsstream.sources.safefile import read_header
 from hsstream.sources.specforge import SpecForge
 from hsstream.sources.speculators import Speculators, SpeculatorsLegacy
 from hsstream.sources.torchfile import load_dict
+from hsstream.storage import local_path
 
 
 class EmptySourceError(SampleError):
@@ -50,7 +51,7 @@ _LOOKED_AT = 20
 
 def open_source(root: str | Path, name: str, options: Options) -> Source:
     """The source at `root`; `name` is one of FORMATS."""
-    path = Path(root)
+    path = local_path(root)
     if not path.exists():
         raise StorageError(f"{path}: no such file or directory")
     if name not in FORMATS:

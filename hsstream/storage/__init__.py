@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from hsstream.storage.base import PendingFile, Store
 from hsstream.storage.opening import open_store, split_urls
+from hsstream.storage.path import local_path
 
-__all__ = ["PendingFile", "Store", "open_store", "split_urls"]
+__all__ = ["PendingFile", "Store", "local_path", "open_store", "split_urls"]

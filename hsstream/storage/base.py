@@ -12,6 +12,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import IO
 from weakref import WeakSet
 
@@ -119,6 +120,19 @@ class Store(ABC):
         Itself where nothing is held that closing would break.
         """
         return self
+
+    def require_writable(self) -> None:  # noqa: B027  (most can be asked only by writing)
+        """Raise StorageError where nothing can be written, whoever asks."""
+
+    def spool(self) -> Path | None:
+        """The local directory where new files wait for their upload; `free_bytes` is of it then."""
+        return None
+
+    def writes_to(self) -> str:
+        """Where the space for new files is, for messages."""
+        if self.spool() is None:
+            return self.url
+        return f"{self.spool()} (the spool of {self.url}; storage_options={{'spool': DIR}} names another)"
 
     def close(self) -> None:  # noqa: B027  (most stores hold nothing that matters)
         """Give back what the store holds open; it reopens by itself when used again."""

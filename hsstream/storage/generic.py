@@ -18,6 +18,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
@@ -111,7 +112,7 @@ class FsspecStore(ForkAware, Store):
 
     def create(self, name: str) -> PendingFile:
         """A file in the spool directory, uploaded when published."""
-        return _FsspecPending(self, check_name(name), TempFile(self._own.spool, name))
+        return _FsspecPending(self, check_name(name), TempFile(self.spool(), name, self.writes_to()))
 
     def put(self, name: str, data: bytes) -> None:
         """Write whole, replacing."""
@@ -130,8 +131,12 @@ class FsspecStore(ForkAware, Store):
 
     def free_bytes(self) -> int | None:
         """Free space of the spool directory."""
-        with typed("ask for free space", self._own.spool):
-            return shutil.disk_usage(self._own.spool).free
+        with typed("ask for free space", self.writes_to()):
+            return shutil.disk_usage(self.spool()).free
+
+    def spool(self) -> Path:
+        """Where a file is written before its upload."""
+        return self._own.spool
 
     def upload(self, name: str, path: str) -> None:
         """Bring a local file under its name."""

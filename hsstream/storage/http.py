@@ -58,6 +58,10 @@ class HttpStore(RangedStore):
         """Always a StorageError."""
         raise self._read_only(name)
 
+    def require_writable(self) -> None:
+        """Always a StorageError."""
+        raise self._read_only("")
+
     def _read_only(self, name: str) -> StorageError:
         text = f"{self.where(name)}: HTTP is read only; write to a disk or to s3:// and serve that"
         return StorageError(text)

@@ -23,6 +23,7 @@ from hsstream.storage.base import (
     ForkAware,
     PendingFile,
     Store,
+    check_limit,
     check_name,
     check_range,
     truncated,
@@ -68,6 +69,14 @@ class LocalStore(ForkAware, Store):
             if self._use_mmap:
                 return self._view(name, path, start, stop)
             return _pread(path, start, stop)
+
+    def read_all(self, name: str, limit: int) -> bytes:
+        """By one descriptor: of a file that is replaced meanwhile, all of the old or all of the new one."""
+        path = self._path(name)
+        with typed("read", path), path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            check_limit(str(path), size, limit)
+            return bytes(_exactly(file.fileno(), str(path), 0, size))
 
     def create(self, name: str) -> PendingFile:
         """A temp file in the directory itself, so that publishing is one link."""
@@ -170,11 +179,15 @@ def _pread(path: str, start: int, stop: int) -> memoryview:
         size = os.fstat(file.fileno()).st_size
         if stop > size:
             raise truncated(path, stop, size)
-        view = memoryview(bytearray(stop - start))
-        done = 0
-        while done < len(view):
-            count = os.preadv(file.fileno(), [view[done:]], start + done)
-            if count == 0:
-                raise truncated(path, stop, start + done)
-            done += count
-        return view.toreadonly()
+        return _exactly(file.fileno(), path, start, stop)
+
+
+def _exactly(descriptor: int, path: str, start: int, stop: int) -> memoryview:
+    view = memoryview(bytearray(stop - start))
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], start + done)
+        if count == 0:
+            raise truncated(path, stop, start + done)
+        done += count
+    return view.toreadonly()

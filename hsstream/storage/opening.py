@@ -1,7 +1,8 @@
 """From a root or shard URLs to a store.
 
 In: a path, a `file://` path or a URL; for shards a URL with braces. Out: a `Store`, or the root and
-the file names below it. Refused: braces anywhere but in the last part of a URL, malformed ranges.
+the file names below it. Refused: braces anywhere but in the last part of a URL, malformed ranges, patterns
+(`*`), a root that is a file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -18,9 +20,10 @@ from hsstream.storage.generic import FsspecStore
 from hsstream.storage.http import HttpStore, shown
 from hsstream.storage.local import LocalStore
 from hsstream.storage.options import checked
+from hsstream.storage.path import local_path, scheme_of
+from hsstream.storage.posix import typed
 from hsstream.storage.s3 import S3Store
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 #: More names than this from one pattern is a slip of the keyboard, not a data set.
@@ -28,12 +31,14 @@ _MAX_NAMES = 1_000_000
 
 
 def open_store(root: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
-    """The store of one root; nothing is contacted yet."""
+    """The store of one root; no network is contacted yet."""
     text = os.fspath(root)
     scheme = scheme_of(text)
+    if scheme and "*" in text.partition("?")[0]:
+        raise _pattern(shown(text))
     if scheme in ("", "file", "local"):
         options = checked(storage_options)
-        path = _file_path(text) if scheme else text
+        path = _checked_root(Path(_file_path(text)) if scheme else local_path(text))
         return LocalStore(path, mmap=options.get("mmap", True), lock=options.get("lock", True))
     if scheme in ("http", "https"):
         return HttpStore(text, checked(storage_options))
@@ -42,10 +47,21 @@ def open_store(root: str | os.PathLike[str], storage_options: dict[str, Any] | N
     return FsspecStore(text, dict(storage_options or {}))
 
 
-def scheme_of(text: str) -> str:
-    """The scheme in lower case, or "" for a plain path."""
-    match = _SCHEME.match(text)
-    return match.group(1).lower() if match else ""
+def _checked_root(path: Path) -> Path:
+    """Refuse what no directory can be, before anything is looked for in it or made of it."""
+    with typed("open", path):
+        exists, is_file = path.exists(), path.is_file()
+    if is_file:
+        raise StorageError(f"{path} is a file: a root is the directory that it lies in, {path.parent}")
+    if not exists and ("*" in path.name or "?" in path.name):
+        raise _pattern(str(path))
+    return path
+
+
+def _pattern(where: str) -> StorageError:
+    return StorageError(
+        f"{where}: patterns are not expanded: give the directory, or shards by number, x-{{000..099}}.tar"
+    )
 
 
 def _file_path(url: str) -> str:
@@ -62,6 +78,8 @@ def split_urls(url: str) -> tuple[str, list[str]]:
     where = shown(url) if scheme_of(url) else url
     if "{" in root or "}" in root:
         raise StorageError(f"{where}: braces may stand in the file name only, not in the directory")
+    if "*" in last or "?" in last:
+        raise _pattern(where)
     if not last:
         raise StorageError(f"{where}: expected a shard file name after the last slash")
     return (root or slash or ".") + query, _expand(last)

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from hsstream.errors import StorageError
+from hsstream.storage.path import local_path
 
 _TEXT: tuple[type, ...] = (str,)
 _NUMBER: tuple[type, ...] = (int, float)
@@ -103,6 +104,9 @@ def checked(options: Mapping[str, Any] | None) -> Options:
             raise StorageError(
                 f"storage_options {name!r}: expected {kinds}, found a value of type {type(value).__name__}"
             )
+    for name in ("spool", "ca_file"):
+        if name in given:
+            given[name] = local_path(given[name])
     for name in ("retry_timeout", "stall_timeout"):
         if name in given and not given[name] > 0:
             raise StorageError(f"storage_options {name!r}: expected seconds above 0, found {given[name]}")

@@ -70,30 +70,38 @@ class _TypedFile(io.FileIO):
     to its last whole sample.
     """
 
+    def __init__(self, path: Path, where: str) -> None:
+        super().__init__(path, "x+")
+        self._where = where
+
     def write(self, data: Buffer, /) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        with typed("write", str(self.name)):
+        with typed("write", self._where):
             while done < len(view):
                 done += super().write(view[done:])
         return done
 
 
 class TempFile:
-    """An unpublished file beside its final name, locked so that nobody takes it for a leftover."""
+    """An unpublished file beside its final name, locked so that nobody takes it for a leftover.
 
-    def __init__(self, directory: Path, name: str) -> None:
+    where: what messages call its place, the path unless given.
+    """
+
+    def __init__(self, directory: Path, name: str, where: str | None = None) -> None:
         self.path = directory / f".{name}.{secrets.token_hex(6)}{PART}"
-        with typed("create a file", directory):
+        self._where = where or str(self.path)
+        with typed("create a file", where or directory):
             directory.mkdir(parents=True, exist_ok=True)
             # Not mkstemp: its mode 0600 would hide published shards from the other users of a cluster.
-            self.file: IO[bytes] = _TypedFile(str(self.path), "x+")
+            self.file: IO[bytes] = _TypedFile(self.path, self._where)
         with suppress(OSError):
             fcntl.flock(self.file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def sync(self) -> None:
         """Everything written is on the disk afterwards."""
-        with typed("flush", self.path):
+        with typed("flush", self._where):
             self.file.flush()
             os.fsync(self.file.fileno())
 
@@ -112,20 +120,20 @@ class TempFile:
 class SpoolFile(TempFile):
     """A temp file without a name: its space comes back however the process ends."""
 
-    def __init__(self, directory: Path, name: str) -> None:
-        super().__init__(directory, name)
-        with typed("use the spool directory", directory):
+    def __init__(self, directory: Path, name: str, where: str | None = None) -> None:
+        super().__init__(directory, name, where)
+        with typed("use the spool directory", self._where):
             self.path.unlink()
 
     def length(self) -> int:
         """Flush, and the number of bytes."""
-        with typed("flush", self.path.parent):
+        with typed("flush", self._where):
             self.file.flush()
             return os.fstat(self.file.fileno()).st_size
 
     def piece(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of what was written; for many threads at once."""
-        with typed("read back", self.path.parent):
+        with typed("read back", self._where):
             return os.pread(self.file.fileno(), stop - start, start)
 
 

@@ -12,6 +12,7 @@ the second writer of a name learns of the first from its first shard.
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from urllib.parse import unquote
 
 from hsstream.storage.base import PendingFile, check_name
@@ -39,7 +40,7 @@ class S3Store(S3Client):
 
     def create(self, name: str) -> PendingFile:
         """A file in the spool directory, uploaded whole when published."""
-        return _S3Pending(self, check_name(name), SpoolFile(self._options.spool, name))
+        return _S3Pending(self, check_name(name), SpoolFile(self.spool(), name, self.writes_to()))
 
     def put(self, name: str, data: bytes) -> None:
         """One PUT: an object store replaces objects whole."""
@@ -57,8 +58,12 @@ class S3Store(S3Client):
 
     def free_bytes(self) -> int | None:
         """Free space of the spool directory: a shard waits there before its upload."""
-        with typed("ask for free space", self._options.spool):
-            return shutil.disk_usage(self._options.spool).free
+        with typed("ask for free space", self.writes_to()):
+            return shutil.disk_usage(self.spool()).free
+
+    def spool(self) -> Path:
+        """Where a shard is written before its upload."""
+        return self._options.spool
 
 
 class _S3Pending(PendingFile):

@@ -30,7 +30,7 @@ from hsstream.errors import SampleError, StorageError
 from hsstream.plan import Order
 from hsstream.selection import Select
 from hsstream.sources.arrow import write_rows
-from hsstream.storage import open_store
+from hsstream.storage import local_path, open_store
 from hsstream.trainers.base import IDS, MASK, Samples, option, require
 from hsstream.trainers.patch import replaced
 from hsstream.trainers.speculators import BACKEND, Backend, register
@@ -68,7 +68,7 @@ def launch(
     target = models.get_verifier_config(
         verifier.verifier_name_or_path, trust_remote_code=verifier.trust_remote_code
     )
-    folder, limit = Path(resolved.data.data_path), resolved.data.total_seq_len
+    folder, limit = local_path(resolved.data.data_path), resolved.data.total_seq_len
     Preprocessed(folder, list(roots), limit, storage_options, rows=not stream).ensure(target.vocab_size)
     run = _Run(train, list(roots), storage_options, resolved.speculator_type)
     changes: list[tuple[Any, str, Any]] = [(train, "build_draft_model", run.build_draft_model)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +178,46 @@ def test_a_failure_seals_what_came_before_and_drops_what_comes_after(
     assert list(readable(tmp_path)) == ["s0", "s1"]
     assert list(appender.sealed.shards) == ["a-000000.tar"]
     assert [path.name for path in tmp_path.iterdir()] == ["a-000000.tar"]
+
+
+def test_a_failure_is_reported_only_when_what_came_before_is_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever hears of it may end the process at once."""
+    publishing, go = threading.Event(), threading.Event()
+
+    class Slow(LocalStore):
+        def create(self, name: str) -> PendingFile:
+            pending = super().create(name)
+            publish = pending.publish
+
+            def slowly(overwrite: bool = False) -> None:
+                publishing.set()
+                assert go.wait(GUARD)
+                publish(overwrite)
+
+            monkeypatch.setattr(pending, "publish", slowly)
+            return pending
+
+    seal = appender_module.seal
+
+    def failing(record: PlainRecord) -> Any:
+        if record.key == "s1":
+            raise SampleError("spoilt")
+        return seal(record)
+
+    monkeypatch.setattr(appender_module, "seal", failing)
+    appender = started(Slow(tmp_path))
+    put_all(appender, ["s0", "s1"])
+    assert publishing.wait(GUARD)
+    appender.check()
+    appender.put(*plain("s2"))
+    go.set()
+    with pytest.raises(SampleError, match="spoilt"):
+        appender.seal()
+    with pytest.raises(SampleError, match="spoilt"):
+        appender.finish()
+    assert list(readable(tmp_path)) == ["s0"]
 
 
 def test_small_records_are_handed_over_together_and_keep_their_place(
@@ -371,23 +409,6 @@ def test_a_shard_that_cannot_be_published_is_an_error_and_leaves_nothing(
         appender.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["a-000000.tar"]
     assert (tmp_path / "a-000000.tar").read_bytes() == b"somebody else's"
-
-
-def test_a_writer_that_nobody_holds_is_collected_with_its_name_and_threads(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    writer = ShardWriter(tmp_path)
-    writer.write("a", exact(5))
-    gone = weakref.ref(writer)
-    left = set(threading.enumerate()) - before
-    assert left
-    del writer
-    gc.collect()
-    assert gone() is None
-    for thread in left:
-        thread.join(GUARD)
-        assert not thread.is_alive()
-    with ShardWriter(tmp_path) as again:
-        assert "a" in again  # it was whole, so it was sealed
 
 
 def test_limits_are_about_the_whole_file(tmp_path: Path) -> None:

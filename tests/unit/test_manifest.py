@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace as changed
 from pathlib import Path
@@ -18,8 +20,9 @@ import hsstream as hs
 from hsstream.cli import main
 from hsstream.errors import FormatError, SchemaMismatchError, StorageError
 from hsstream.index import DatasetIndex
-from hsstream.manifest import commit_all, open_dataset, read_manifest
-from hsstream.storage import open_store
+from hsstream.manifest import MANIFEST, commit_all, open_dataset, read_manifest
+from hsstream.storage import Store, open_store
+from hsstream.storage.local import LocalStore
 
 
 @pytest.fixture(scope="module")
@@ -251,13 +254,28 @@ def test_an_index_under_another_ones_name_is_refused(root: Path) -> None:
     assert caught.value.reason == "hash_mismatch"
 
 
-def test_a_missing_cut_or_replaced_shard_is_refused(root: Path) -> None:
+def test_leftovers_of_a_killed_commit_are_removed_by_the_next_one(root: Path) -> None:
+    dead = [root / f".{name}.0123456789ab.part" for name in ("manifest.json", "index-00ff.msgpack")]
+    others = [root / f".{name}.0123456789ab.part" for name in ("hs-000002.tar", "notes")]
+    for path in (*dead, *others):
+        path.write_bytes(b"half")
+    store = open_store(root)
+    running = store.create("index-00ee.msgpack")  # another process's, which is not dead
+    commit_all(store)
+    hidden = [path for path in root.iterdir() if path.name.startswith(".")]
+    assert len(hidden) == 3
+    assert set(others) <= set(hidden)
+    running.discard()
+
+
+def test_a_missing_cut_grown_or_replaced_shard_is_refused(root: Path) -> None:
     path = root / "hs-000000.tar"
     data = path.read_bytes()
-    replace(path, data[:-10_240])
-    with pytest.raises(FormatError, match=r"the shard has \d+ bytes, manifest.json says") as caught:
-        hs.ShardReader(root)
-    assert caught.value.reason == "manifest_mismatch"
+    for other in (data[:-10_240], data[:-1], data + b"\0", data + bytes(10_240), data + data):
+        replace(path, other)
+        with pytest.raises(FormatError, match=r"the shard has \d+ bytes, manifest.json says") as caught:
+            hs.ShardReader(root)
+        assert (caught.value.reason, caught.value.shard) == ("manifest_mismatch", "hs-000000.tar")
     path.unlink()
     with pytest.raises(hs.HsStreamError, match=r"hs-000000.tar"):
         hs.ShardReader(root)
@@ -316,3 +334,93 @@ def test_codes_of_different_codecs_are_not_mixed_in_one_batch(tmp_path: Path) ->
     ds = hs.HiddenStateDataset(roots, batching, order, rank=0, world_size=1, dequantize="device")
     with pytest.raises(hs.SampleError, match="stored as fp8 in one root and raw in another"):
         next(iter(ds))
+
+
+# --- a commit while somebody opens
+
+
+class Racing(LocalStore):
+    """A commit of another size takes place whenever the size of the manifest was asked for, `times` times."""
+
+    times = 0
+
+    def size(self, name: str) -> int:
+        size = super().size(name)
+        if name == MANIFEST and self.times:
+            self.times -= 1
+            path = Path(self.url) / MANIFEST
+            text = json.dumps(json.loads(path.read_text()) | {"pad": "x" * (500 if self.times % 2 else 1)})
+            replace(path, text.encode())
+        return size
+
+
+class Apart(Racing):
+    """As a place without descriptors has it: size and bytes by two requests."""
+
+    read_all = Store.read_all
+
+
+@pytest.mark.parametrize("kind", [Racing, Apart])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_commit_between_size_and_bytes_is_not_noticed(root: Path, kind: type[Racing], times: int) -> None:
+    store = kind(root)
+    store.times = times
+    assert open_dataset(store).table.keys == ["s0", "s1", "s2"]
+
+
+class Damaging(LocalStore):
+    """The first reads of a file give other bytes than it has."""
+
+    def __init__(self, path: Path, name: str, wrong: list[bytes]) -> None:
+        super().__init__(path)
+        self.name, self.wrong, self.reads = name, wrong, 0
+
+    def read_all(self, name: str, limit: int) -> bytes:
+        data = super().read_all(name, limit)
+        if not name.startswith(self.name):
+            return data
+        self.reads += 1
+        return self.wrong.pop(0) if self.wrong else data
+
+
+@pytest.mark.parametrize("name", ["manifest", "index-"])
+def test_a_file_that_does_not_parse_is_read_again_until_it_stays_the_same(root: Path, name: str) -> None:
+    store = Damaging(root, name, [b"{", b"[", b""])
+    assert len(open_dataset(store).table) == 3
+    assert store.reads == 4
+    for wrong, reads in (([b"{", b"{", b"["], 2), ([b"{", b"[", b"", b"("], 4)):
+        store = Damaging(root, name, wrong)
+        with pytest.raises(FormatError) as caught:
+            open_dataset(store)
+        assert store.reads == reads
+        assert caught.value.shard in ("manifest.json", hs.ShardReader(root).index.name)
+
+
+COMMITTER = """
+import sys
+from pathlib import Path
+from hsstream.manifest import commit
+from hsstream.manifest import from_shards, shard_names
+from hsstream.storage import open_store
+store = open_store(sys.argv[1])
+names = shard_names(store)
+indexes = [from_shards(store, names), from_shards(store, names[:1])]
+print("ready", flush=True)
+while not Path(sys.argv[2]).exists():
+    for index in indexes:
+        commit(store, index)
+"""
+
+
+def test_opening_while_another_process_commits_never_fails(root: Path, tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    command = [sys.executable, "-c", COMMITTER, str(root), str(stop)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as committer:
+        assert committer.stdout is not None
+        try:
+            assert committer.stdout.readline() == "ready\n"
+            found = {len(hs.ShardReader(root)) for _ in range(1_500)}
+        finally:
+            stop.touch()
+    assert committer.returncode == 0
+    assert found == {2, 3}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -695,35 +693,10 @@ def test_an_error_in_a_thread_does_not_replace_the_callers_own(
         break_off(tmp_path, {"bad": exact(4)})
 
 
-FORGETFUL = """
-import sys, torch
-import hsstream as hs
-writer = hs.ShardWriter(sys.argv[1], threads=2)
-for number in range(50):
-    writer.write(f"s{number}", {"input_ids": torch.arange(2000)})
-if sys.argv[2] == "drop":
-    del writer
-"""
-
-
 def test_its_own_error_is_not_also_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_for(monkeypatch, "bad", hs.StorageError("the disk is on fire"))
     with pytest.raises(hs.StorageError, match="on fire"):
         write_bad_and_more(tmp_path)
-
-
-@pytest.mark.parametrize("how", ["keep", "drop"])
-def test_a_forgotten_writer_does_not_block_the_exit(tmp_path: Path, how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL, tmp_path, how], timeout=120, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    # A collected writer seals in the background what it was given, if the interpreter lives long enough.
-    sealed = shards(tmp_path)
-    assert sealed in ([[]] if how == "keep" else [[], ["hs-000000.tar"]])
-    with hs.ShardWriter(tmp_path, commit=False) as writer:
-        assert ("s0" in writer) == bool(sealed)
-    assert [path.name for path in tmp_path.iterdir()] == sealed  # no lock, no temp file is left
 
 
 # --- several writers
