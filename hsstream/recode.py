@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from hsstream.presets import codec_for
 from hsstream.sample import ModelInfo
 from hsstream.schema import TensorSpec
 from hsstream.selection import Select, select_samples
+from hsstream.storage import Location
 from hsstream.teacher import TopKTeacher
 from hsstream.writer import Prepared, ShardWriter
 
@@ -50,8 +51,8 @@ class Recode:
     root, one a root, where their keys would meet.
     """
 
-    roots: Sequence[str]
-    root: str
+    roots: Sequence[str] = field(repr=False)
+    root: str = field(repr=False)
     codec: str | Mapping[str, str] | None = None
     compression: str | None = None
     shard_bytes: int = 1 << 30
@@ -60,7 +61,7 @@ class Recode:
     shuffle: int | None = None
     prefixes: Sequence[str] = ()
     workers: int = 2
-    storage_options: dict[str, Any] | None = None
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
     commit: bool = True
     teacher: TopKTeacher | None = None
 
@@ -100,7 +101,7 @@ def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
         writer.close()
     stats = writer.stats()
     return RecodeReport(
-        root=job.root,
+        root=str(Location(job.root)),
         samples=stats.samples,
         tokens=stats.tokens,
         known=known,

@@ -7,6 +7,7 @@ is not installed, unknown options, and names outside the root.
 from __future__ import annotations
 
 from hsstream.storage.base import PendingFile, Store
+from hsstream.storage.location import Location
 from hsstream.storage.opening import open_store, split_urls
 
-__all__ = ["PendingFile", "Store", "open_store", "split_urls"]
+__all__ = ["Location", "PendingFile", "Store", "open_store", "split_urls"]

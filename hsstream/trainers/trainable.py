@@ -21,6 +21,7 @@ from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError
 from hsstream.plan import Batching, Order
 from hsstream.selection import Select, select_samples
+from hsstream.storage import Location
 
 Bools = NDArray[np.bool_]
 MASKS_AT_ONCE = 1 << 20
@@ -116,7 +117,7 @@ def _masks(
 
 
 def _masks_of(
-    root: str, keys: list[str], longest: int, storage_options: dict[str, Any] | None
+    root: Location, keys: list[str], longest: int, storage_options: dict[str, Any] | None
 ) -> Iterator[NDArray[Any]]:
     dataset = HiddenStateDataset(
         root,
