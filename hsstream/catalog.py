@@ -24,9 +24,9 @@ from hsstream.fetch import Request
 from hsstream.index import DatasetIndex
 from hsstream.manifest import from_shards, open_dataset
 from hsstream.sample import ModelInfo
-from hsstream.storage import Store, open_store, split_urls
+from hsstream.storage import Location, Store, open_store, split_urls
 
-Root = str | Path
+Root = str | Path | Location
 Roots = Root | Sequence[Root | tuple[Root, float]]
 
 #: Model facts in which roots that are trained on together must agree.
@@ -48,7 +48,7 @@ class Source:
     store: Store
     index: DatasetIndex
     weight: float
-    root: str
+    root: Location
 
 
 @dataclass
@@ -145,7 +145,7 @@ def open_catalog(
     roots: Roots, storage_options: dict[str, Any] | None, digests: Sequence[str] | None = None
 ) -> Catalog:
     """Open every root. digests: indexes of an earlier run, one a root."""
-    entries = [roots] if isinstance(roots, (str, Path)) else list(roots)
+    entries = [roots] if isinstance(roots, (str, Path, Location)) else list(roots)
     if not entries:
         raise SampleError("no root given")
     if digests is not None and len(digests) != len(entries):
@@ -163,13 +163,14 @@ def _open_source(
     entry: Root | tuple[Root, float], options: dict[str, Any] | None, digest: str | None
 ) -> Source:
     root, weight = entry if isinstance(entry, tuple) else (entry, 1.0)
-    text = str(root)
+    place = Location(root)
+    text = place.reveal()
     if "{" in text or text.partition("?")[0].endswith(".tar"):
         base, names = split_urls(text)
         store = open_store(base, options)
-        return Source(store, from_shards(store, names), weight, text)
-    store = open_store(root, options)
-    return Source(store, open_dataset(store, digest), weight, text)
+        return Source(store, from_shards(store, names), weight, place)
+    store = open_store(place, options)
+    return Source(store, open_dataset(store, digest), weight, place)
 
 
 def _require_same(first: Source, other: Source) -> None:

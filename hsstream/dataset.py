@@ -245,8 +245,9 @@ class HiddenStateDataset(IterableDataset[Batch]):
         self._position.load(epoch, consumed, state)
 
     def _check(self, state: dict[str, Any]) -> tuple[int, int, int]:
+        listed = ", ".join(str(source.root) for source in self._catalog.sources)
         here = {
-            "data": f"{len(self._samples)} samples of {self._roots}",
+            "data": f"{len(self._samples)} samples of {listed}",
             "batching": repr(self._batching),
             "seed": repr(self._order.seed),
             "order": repr(self._order),

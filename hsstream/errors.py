@@ -18,11 +18,20 @@
 
 Every exception is built from one line of text, so it survives pickling and the re-raise in a
 DataLoader worker. `located()` adds the place (shard, key, tensor) while an exception passes outward.
+
+Messages hold text from outside: names in files, URLs with passwords. Every exception shows it by
+`printable` and `redacted`, so that no room has to remember to.
 """
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
+
+#: Control characters, what reverses or breaks lines (bidirectional marks, separators), lone surrogates.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+#: A URL: its scheme, a user and password, host and path, a query or fragment.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/+)(?:[^/\s'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?")
 
 #: The closed set of `FormatError.reason` values; the table in FORMAT.md section 8 explains each.
 REASONS = (
@@ -43,6 +52,24 @@ REASONS = (
 )
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text from outside as a terminal or log may show it: control characters are written as escapes.
+
+    keep: characters that pass all the same, such as the line breaks of a text of ours.
+    """
+
+    def escaped(match: re.Match[str]) -> str:
+        found = match.group()
+        return found if found in keep else found.encode("unicode_escape").decode("ascii")
+
+    return _UNPRINTABLE.sub(escaped, text)
+
+
+def redacted(text: str) -> str:
+    """Text in which no URL shows its user, password, query or fragment."""
+    return _URL.sub(r"\1\2", text)
+
+
 class HsStreamError(Exception):
     """Base of all hsstream errors; `.shard`, `.key` and `.tensor` say where, when known."""
 
@@ -51,13 +78,13 @@ class HsStreamError(Exception):
     tensor: str | None = None
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(printable(redacted(message)))
 
     def __str__(self) -> str:
         names = (("shard", self.shard), ("key", self.key), ("tensor", self.tensor))
         place = ", ".join(f"{name} {value}" for name, value in names if value is not None)
         text = str(self.args[0]) if self.args else ""
-        return f"{text} [{place}]" if place else text
+        return f"{text} [{printable(place)}]" if place else text
 
 
 class SampleError(HsStreamError, ValueError):

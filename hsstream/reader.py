@@ -19,7 +19,7 @@ from hsstream.header import Header, TensorHeader
 from hsstream.index import DatasetIndex, check_sample
 from hsstream.manifest import open_dataset
 from hsstream.sample import Sample
-from hsstream.storage import open_store
+from hsstream.storage import Location, open_store
 
 
 class ShardReader:
@@ -34,7 +34,7 @@ class ShardReader:
         FormatError: what is there is not a data set of this format.
     """
 
-    def __init__(self, root: str | Path, storage_options: dict[str, Any] | None = None) -> None:
+    def __init__(self, root: str | Path | Location, storage_options: dict[str, Any] | None = None) -> None:
         self._store = open_store(root, storage_options)
         self._index = open_dataset(self._store)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from hsstream.presets import codec_for
 from hsstream.sample import ModelInfo
 from hsstream.schema import TensorSpec
 from hsstream.selection import Select, select_samples
+from hsstream.storage import Location
 from hsstream.teacher import TopKTeacher
 from hsstream.writer import Prepared, ShardWriter
 
@@ -54,8 +55,8 @@ class Recode:
     whose final norm is applied to states captured before it.
     """
 
-    roots: Sequence[str]
-    root: str
+    roots: Sequence[str] = field(repr=False)
+    root: str = field(repr=False)
     codec: str | Mapping[str, str] | None = None
     compression: str | None = None
     shard_bytes: int = 1 << 30
@@ -64,7 +65,7 @@ class Recode:
     shuffle: int | None = None
     prefixes: Sequence[str] = ()
     workers: int = 2
-    storage_options: dict[str, Any] | None = None
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
     commit: bool = True
     teacher: TopKTeacher | None = None
     last_norm: str | None = None
@@ -108,7 +109,7 @@ def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
         writer.close()
     stats = writer.stats()
     return RecodeReport(
-        root=job.root,
+        root=str(Location(job.root)),
         samples=stats.samples,
         tokens=stats.tokens,
         known=known,
@@ -137,7 +138,7 @@ def _last_norm(job: Recode, first: Source, norm: FinalNorm | None) -> str | None
     return "post"
 
 
-def _check_norm(norm: FinalNorm, captured: str | None, width: int, root: str) -> None:
+def _check_norm(norm: FinalNorm, captured: str | None, width: int, root: Location) -> None:
     """Refuse states that the norm was applied to, or does not fit."""
     if captured == "post":
         raise SampleError(f"the last hidden states of {root} are after the final norm already")

@@ -31,7 +31,7 @@ from typing import Any
 from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
 from hsstream.decoders import Decoders
 from hsstream.decoding import check_member_size, read_rows
-from hsstream.errors import ForkError, FormatError, located
+from hsstream.errors import ForkError, FormatError, located, printable
 from hsstream.fetch import Fetcher, Request, SampleBytes
 from hsstream.header import Header
 from hsstream.index import check_sample
@@ -370,5 +370,5 @@ def _log_slow(running: _Running, slow_batch_s: float) -> None:
         len(running.missing),
         len(running.samples),
         running.open,
-        "; ".join(running.clock.in_flight()) or "nothing",
+        printable("; ".join(running.clock.in_flight()) or "nothing"),
     )

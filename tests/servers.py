@@ -57,8 +57,14 @@ class Ceph:
 
     bucket, key, secret = "hsstream", "test", "testsecret"
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, state: Path) -> None:
+        self.endpoint, self._conf = endpoint, state / "ceph.conf"
+
+    def admin(self, *words: str) -> None:
+        """Run `radosgw-admin`, which makes users and keys."""
+        subprocess.run(
+            ["radosgw-admin", "-c", self._conf, *words], check=True, timeout=60, capture_output=True
+        )
 
     def options(self, **more: Any) -> dict[str, Any]:
         """storage_options that reach it."""
@@ -109,6 +115,6 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
     _require("radosgw", "ceph-mon", "ceph-osd", "ceph", "monmaptool")
     state = tmp_path_factory.mktemp("ceph")
     try:
-        yield Ceph(_start("ceph.sh", state))
+        yield Ceph(_start("ceph.sh", state), state)
     finally:
         _stop("ceph.sh", state)

@@ -40,7 +40,15 @@ from hsstream.cli import (
     vocab,
 )
 from hsstream.cli.arguments import Parser
-from hsstream.errors import FormatError, HsStreamError, NonFiniteError, SchemaMismatchError, SourceError
+from hsstream.errors import (
+    FormatError,
+    HsStreamError,
+    NonFiniteError,
+    SchemaMismatchError,
+    SourceError,
+    printable,
+    redacted,
+)
 from hsstream.version import __version__
 
 COMMANDS = (info, facts, verify, index, cat, simulate, estimate, vocab, pack, recode, export, train, audit)
@@ -82,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(error: Exception, code: int) -> int:
     if os.environ.get("HSSTREAM_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.write(f"hsstream: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"hsstream: {printable(redacted(' '.join(str(error).split())))}\n")
     return code
 
 

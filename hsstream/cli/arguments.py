@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from hsstream.catalog import Source, open_catalog
 from hsstream.cli.output import counted
+from hsstream.errors import printable, redacted
 
 Commands = Any  # argparse's class for this is private
 
@@ -46,7 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, exit code 2."""
-        sys.stderr.write(f"hsstream: {' '.join(message.split())} (see `{self.prog} --help`)\n")
+        text = printable(redacted(" ".join(message.split())))
+        sys.stderr.write(f"hsstream: {text} (see `{self.prog} --help`)\n")
         self.exit(2)
 
 

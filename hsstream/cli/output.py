@@ -14,17 +14,15 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from hsstream.errors import printable
+
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-#: Names and metadata come from files: they shall not steer the terminal.
-_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
 def echo(text: str = "") -> None:
-    """One or more lines to stdout; what its encoding lacks is escaped."""
+    """One or more lines to stdout; what its encoding lacks and what would steer a terminal is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
-    shown = text.translate(_CONTROLS).encode(encoding, "backslashreplace").decode(encoding)
+    shown = printable(text, keep="\n\t").encode(encoding, "backslashreplace").decode(encoding)
     sys.stdout.write(shown + "\n")
 
 

@@ -42,8 +42,8 @@ class Job:
     stored in place of the last hidden state.
     """
 
-    source: str
-    root: str
+    source: str = field(repr=False)
+    root: str = field(repr=False)
     format: str = "auto"
     options: Options = field(default_factory=Options)
     codec: str | Mapping[str, str] = "fp8"
@@ -57,7 +57,7 @@ class Job:
     on_bad: Literal["raise", "skip"] = "raise"
     delete_source: bool = False
     follow: Follow | None = None
-    storage_options: dict[str, Any] | None = None
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
     commit: bool = True
 
 

@@ -27,7 +27,7 @@ from hsstream.sources.safefile import read_header
 from hsstream.sources.specforge import SpecForge
 from hsstream.sources.speculators import Speculators, SpeculatorsLegacy
 from hsstream.sources.torchfile import load_dict
-from hsstream.storage import local_path
+from hsstream.storage import Location, local_path
 
 
 class EmptySourceError(SampleError):
@@ -53,7 +53,8 @@ def open_source(root: str | Path, name: str, options: Options) -> Source:
     """The source at `root`; `name` is one of FORMATS."""
     path = local_path(root)
     if not path.exists():
-        raise StorageError(f"{path}: no such file or directory")
+        remote = "; files on a network are not packed: copy them to a disk" if "://" in str(root) else ""
+        raise StorageError(f"{Location(root)}: no such file or directory{remote}")
     if name not in FORMATS:
         raise SampleError(f"unknown format {name!r}: choose one of {', '.join(FORMATS)}")
     kind = BY_NAME[name] if name != "auto" else detect(path)

@@ -174,7 +174,17 @@ def check_name(name: str) -> str:
     """A file directly below the root: names come from manifests, which may be forged."""
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         raise StorageError(f"not a file name: {name!r} (expected one path component inside the root)")
+    if not name.isascii():
+        _require_utf8(name)
     return name
+
+
+def _require_utf8(name: str) -> None:
+    """Indexes and URLs hold names as UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"not a file name: {name!r} (not UTF-8: rename it)") from None
 
 
 def check_range(where: str, start: int, stop: int) -> None:
@@ -198,6 +208,11 @@ def already_there(where: str) -> StorageError:
     """The error for a publish that would replace something (`errno` EEXIST)."""
     text = f"{where}: a file of this name exists; nothing was replaced (give the writer another name)"
     return with_errno(StorageError(text), errno.EEXIST)
+
+
+def not_a_file(where: str) -> StorageError:
+    """The error for a pipe, a socket, a device or a directory where a file should be: opening it may hang."""
+    return StorageError(f"{where}: not a regular file")
 
 
 def truncated(where: str, stop: int, size: int) -> TruncatedShardError:

@@ -1,8 +1,9 @@
 """Connections to servers, directly or by way of the proxies that the environment names.
 
 In: an origin (scheme, host, port) and a file of trusted certificates. Out: an `http.client`
-connection, not yet open, and the request target it wants. Refused: an unreadable certificate file.
-Loopback is never reached by way of a proxy.
+connection, not yet open, and the request target it wants. Refused: an unreadable certificate file, and
+URLs that are none, of servers and proxies, without the password that they may hold. Loopback is never
+reached by way of a proxy.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import http.client
 import ssl
 from functools import lru_cache
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
 from hsstream.errors import StorageError
+from hsstream.storage.location import shown
+
+#: What stays as it is where a URL is quoted: all that may stand in one, and escapes that are there already.
+_URL_CHARACTERS = "/:?#[]@!$&'()*+,;=%-._~"
 
 
 class Origin(NamedTuple):
@@ -31,12 +36,34 @@ def origin_of(scheme: str, host: str, port: int | None) -> Origin:
     return Origin(scheme, host, port or (443 if scheme == "https" else 80))
 
 
+def parsed(url: str) -> SplitResult:
+    """The parts of an http(s) URL; StorageError where it is none."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # its text repeats what may be a password
+        known = None
+    if not known:
+        raise StorageError(f"{shown(url)}: expected a URL like https://host:port/directory")
+    return parts
+
+
+def quoted(url: str, encoding: str = "utf-8") -> str:
+    """A URL, or a part of one, with escapes for what a request may not hold (spaces, other alphabets)."""
+    return quote(url, safe=_URL_CHARACTERS, encoding=encoding, errors="replace")
+
+
 def connect(origin: Origin, ca_file: str | None) -> http.client.HTTPConnection:
     """A connection that opens with its first request."""
     proxy = _proxy(origin)
     if proxy is None:
         return _direct(origin, ca_file)
-    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        parts = parsed(proxy if "://" in proxy else f"http://{proxy}")
+    except StorageError:
+        raise StorageError(
+            f"the proxy that the environment names for {origin.scheme} is not a URL like http://host:port"
+        ) from None
     through = origin_of(parts.scheme, parts.hostname or "", parts.port)
     login = {}
     if parts.username is not None:

@@ -1,6 +1,7 @@
 """Who asks: keys for S3, from the options, the environment or the provider's own chain.
 
-In: checked options. Out: keys for one request, asked for anew when a server calls them expired.
+In: checked options. Out: keys for one request, asked for anew when a server does not take them, and the
+time by the server's clock, which signatures must agree with.
 Refused: incomplete keys, and a chain that finds nothing, with the ways to give some. This is the
 door of botocore, which knows profiles, SSO, web identities and instance roles; it is only
 needed where neither the options nor the environment hold keys.
@@ -12,6 +13,9 @@ import importlib
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from hsstream.errors import StorageError
@@ -30,6 +34,7 @@ class Credentials(ForkAware):
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._ahead = timedelta(0)
         super().__init__()
 
     def renew(self) -> None:
@@ -38,10 +43,23 @@ class Credentials(ForkAware):
         self._chain: Any = None
         self._given: Keys | None = None
 
-    def expired(self) -> None:
-        """A server called the keys expired: ask for new ones next time."""
-        with self._lock:
-            self._chain = self._given = None
+    def ask_again(self, refused: Keys | None) -> bool:
+        """A server does not take these keys: ask whoever gives them once more; whether there are others."""
+        if refused is None:
+            return False
+        if self.keys() == refused:  # no other thread has asked since
+            with self._lock:
+                self._chain = self._given = None
+        return self.keys() != refused
+
+    def set_clock(self, date: str) -> None:
+        """A server says that the time of a signature is wrong: `date` is what it takes for the time."""
+        with suppress(ValueError, TypeError):
+            self._ahead = parsedate_to_datetime(date) - datetime.now(timezone.utc)
+
+    def server_time(self) -> datetime:
+        """Now, by the server's clock where it differs from ours."""
+        return datetime.now(timezone.utc) + self._ahead
 
     def keys(self) -> Keys | None:
         """Keys for a request now, or None for unsigned requests."""

@@ -5,14 +5,18 @@ whole files: uploaded directly where a place shows only complete objects, by way
 rename elsewhere. Refused: schemes whose library is missing, and whatever that library raises, as a
 StorageError. This is the door of fsspec.
 
-What is weaker here than for local disks, HTTP and S3: retries are those of the library and a few
-more for broken connections; a file replaced between two reads is not noticed (hashes notice it); the
-look before publishing is not atomic; nothing locks a writer's name.
+What is weaker here than for local disks, HTTP and S3: retries are those of the library, a few more for
+broken connections and one for any other failure; a file replaced between two reads is not noticed
+(hashes notice it); the look before publishing is not atomic; nothing locks a writer's name.
+
+A synchronous file system (SFTP, FTP, SMB) is one connection that must not be used by two threads at
+once: every thread has one of its own, and a new one after a failure.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import shutil
 import threading
@@ -35,8 +39,8 @@ from hsstream.storage.base import (
     missing,
     truncated,
 )
-from hsstream.storage.http import shown
-from hsstream.storage.options import own_and_foreign
+from hsstream.storage.location import Location, shown
+from hsstream.storage.options import Options, own_and_foreign
 from hsstream.storage.patience import Patience, Transient
 from hsstream.storage.posix import TempFile, typed
 
@@ -52,14 +56,15 @@ class FsspecStore(ForkAware, Store):
     local = False
 
     def __init__(self, root: str, options: dict[str, Any] | None = None) -> None:
-        self._root, self._given = root, dict(options or {})
+        self._root, self._given = Location(root), Options(options or {})
         self._own, self._foreign = own_and_foreign(options)
         self.url = shown(root)
         super().__init__()
 
     def renew(self) -> None:
         """No file system yet: one used in a parent process hangs in its forked child."""
-        self._opened: tuple[Any, str] | None = None
+        self._shared: tuple[Any, str] | None = None
+        self._of_thread = threading.local()
         self._guard = threading.Lock()
         self._closing = threading.Event()
 
@@ -74,12 +79,10 @@ class FsspecStore(ForkAware, Store):
 
     def names(self) -> list[str]:
         """Names of the files directly below the root."""
-        fs, base = self._fs()
         try:
-            with self._typed(""):
-                found = self._patiently("", lambda: fs.ls(base, detail=True))
+            found = self._patiently("", lambda fs, base: fs.ls(base, detail=True))
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if error.errno == errno.ENOENT:
                 return []
             raise
         names = (each["name"].rstrip("/").rpartition("/")[2] for each in found if each["type"] == "file")
@@ -87,23 +90,23 @@ class FsspecStore(ForkAware, Store):
 
     def size(self, name: str) -> int:
         """Bytes of the file."""
-        fs, base = self._fs()
-        path = f"{base}/{check_name(name)}"
-        with self._typed(name):
+        check_name(name)
+
+        def look(fs: Any, base: str) -> int:
             fs.invalidate_cache()
-            found = self._patiently(name, lambda: fs.info(path))
+            found = fs.info(f"{base}/{name}")
             if found.get("type") == "directory":
                 raise missing(self.where(name))
             return int(found["size"])
+
+        return self._patiently(name, look)
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """The bytes [start, stop)."""
         check_range(self.where(check_name(name)), start, stop)
         if start == stop:
             return memoryview(b"")
-        fs, base = self._fs()
-        with self._typed(name):
-            data = self._patiently(name, lambda: fs.cat_file(f"{base}/{name}", start=start, end=stop))
+        data = self._patiently(name, lambda fs, base: fs.cat_file(f"{base}/{name}", start=start, end=stop))
         if len(data) < stop - start:
             raise truncated(self.where(name), stop, start + len(data))
         if len(data) > stop - start:
@@ -125,9 +128,9 @@ class FsspecStore(ForkAware, Store):
 
     def remove(self, name: str) -> None:
         """Remove; a missing file is fine."""
-        fs, base = self._fs()
-        with self._typed(name), suppress(FileNotFoundError):
-            fs.rm_file(f"{base}/{check_name(name)}")
+        check_name(name)
+        with suppress_missing():
+            self._patiently(name, lambda fs, base: fs.rm_file(f"{base}/{name}"))
 
     def free_bytes(self) -> int | None:
         """Free space of the spool directory."""
@@ -140,51 +143,74 @@ class FsspecStore(ForkAware, Store):
 
     def upload(self, name: str, path: str) -> None:
         """Bring a local file under its name."""
-        fs, base = self._fs()
-        final = f"{base}/{name}"
-        with self._typed(name):
+
+        def send(fs: Any, base: str) -> None:
             fs.makedirs(base, exist_ok=True)
+            final = f"{base}/{name}"
             if _protocols(fs) & _OBJECTS:
                 fs.put_file(path, final)
             else:
                 _put_and_rename(fs, path, f"{base}/.{name}{PART}", final)
             fs.invalidate_cache()
 
+        self._patiently(name, send)
+
     def _fs(self) -> tuple[Any, str]:
+        """The file system and the root's path in it: this thread's, or an asynchronous one that all share."""
+        own: tuple[Any, str] | None = getattr(self._of_thread, "opened", None)
+        if own is not None:
+            return own
         with self._guard:
-            if self._opened is None:
-                with self._typed(""):
-                    options = {"skip_instance_cache": True, **self._foreign}
-                    fs, path = fsspec.core.url_to_fs(self._root, **options)
-                    self._opened = fs, path.rstrip("/")
-            return self._opened
+            opened = self._shared or self._open()
+            if getattr(opened[0], "async_impl", False):
+                self._shared = opened
+            else:
+                self._of_thread.opened = opened
+            return opened
 
-    @contextmanager
-    def _typed(self, name: str) -> Iterator[None]:
+    def _open(self) -> tuple[Any, str]:
+        options = {"skip_instance_cache": True, **self._foreign}
+        fs, path = fsspec.core.url_to_fs(self._root.reveal(), **options)
+        return fs, path.rstrip("/")
+
+    def _forget(self) -> None:
+        """Use no connection again that may be broken; asynchronous file systems see to that themselves."""
+        self._of_thread.opened = None
+
+    def _patiently(self, name: str, call: Callable[[Any, str], T]) -> T:
         where = self.where(name) if name else self.url
-        try:
-            yield
-        except HsStreamError:
-            raise
-        except FileNotFoundError as error:
-            raise missing(where) from error
-        except (ImportError, ValueError) as error:
-            raise StorageError(f"{where}: {_first_line(error)}") from error
-        except Exception as error:
-            # Every file system has exceptions of its own, and their texts may hold keys.
-            raise StorageError(f"{where}: failed with {type(error).__name__}") from error
-
-    def _patiently(self, name: str, call: Callable[[], T]) -> T:
-        limit, stall = self._own.retry_timeout, self._own.stall_timeout
-        patience = Patience(self.where(name), limit, stall, self._closing)
+        patience = Patience(where, self._own.retry_timeout, self._own.stall_timeout, self._closing)
         while True:
             try:
-                return call()
-            except (ConnectionError, TimeoutError) as error:
-                patience.after(Transient(type(error).__name__))
+                return self._once(where, call)
+            except Transient as problem:
+                self._forget()
+                patience.after(problem)
+
+    def _once(self, where: str, call: Callable[[Any, str], T]) -> T:
+        """Call with a file system; what it raises as a StorageError, or Transient where it may pass."""
+        try:
+            return call(*self._fs())
+        except HsStreamError:
+            raise
+        except FileNotFoundError:
+            raise missing(where) from None
+        except (ImportError, ValueError, NotImplementedError) as error:
+            raise StorageError(f"{where}: {self._told(error)}") from None
+        except (ConnectionError, TimeoutError, EOFError) as error:
+            raise Transient(type(error).__name__) from None
+        except Exception as error:  # noqa: BLE001  (every file system has exceptions of its own)
+            kind = type(error).__name__
+            raise Transient(kind, final=StorageError(f"{where}: failed with {kind}")) from None
+
+    def _told(self, error: Exception) -> str:
+        """The first line of a library's text, unless it repeats an option, which may be a key."""
+        line = (str(error).splitlines() or [""])[0]
+        repeats = any(str(value) in line for value in self._foreign.values())
+        return type(error).__name__ if repeats or not line else line
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self._root, "options": self._given}
+        return {"root": self._root.reveal(), "options": self._given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -206,6 +232,16 @@ class _FsspecPending(PendingFile):
         self._temp.discard()
 
 
+@contextmanager
+def suppress_missing() -> Iterator[None]:
+    """Let pass that a file is not there."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+
+
 def _protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
@@ -220,7 +256,3 @@ def _put_and_rename(fs: Any, path: str, temp: str, final: str) -> None:
         with suppress(OSError):
             fs.rm_file(temp)
         raise
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

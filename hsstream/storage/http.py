@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 from hsstream.errors import StorageError
+from hsstream.storage.answer import Response
 from hsstream.storage.base import PendingFile
-from hsstream.storage.connect import basic
+from hsstream.storage.connect import basic, parsed, quoted
+from hsstream.storage.location import Location, shown
 from hsstream.storage.options import Options
-from hsstream.storage.patience import Transient
+from hsstream.storage.patience import Timing, Transient
 from hsstream.storage.ranged import RangedStore
 from hsstream.storage.ranges import Request
-from hsstream.storage.wire import Response
 
 _REDIRECTS = {301, 302, 303, 307, 308}
 _MAX_REDIRECTS = 5
@@ -29,14 +30,12 @@ class HttpStore(RangedStore):
     """One directory of a web server."""
 
     def __init__(self, root: str, options: Options) -> None:
-        parts = urlsplit(root)
-        if not parts.hostname:
-            raise StorageError("expected a URL like https://host/directory, found one without a host")
+        parts = parsed(root)
         host = parts.netloc.rpartition("@")[2]
-        self._base = urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))
-        self._query = parts.query
-        self._login = _login(parts.username, parts.password, options)
-        self.url = self._base
+        path = parts.path.rstrip("/")
+        self._shared = Location(urlunsplit((parts.scheme, host, quoted(path), quoted(parts.query), "")))
+        self._login = Options(_login(parts.username, parts.password, options))
+        self.url = shown(root).rstrip("/")
         super().__init__(root, options)
 
     def names(self) -> list[str]:
@@ -67,12 +66,13 @@ class HttpStore(RangedStore):
         return StorageError(text)
 
     @contextmanager
-    def _exchange(self, request: Request, timeout: float) -> Iterator[Response]:
+    def _exchange(self, request: Request, timing: Timing) -> Iterator[Response]:
         plain = {"Accept-Encoding": "identity", **request.headers}
-        url = f"{self._base}/{quote(request.name)}" + (f"?{self._query}" if self._query else "")
+        base, mark, query = self._shared.reveal().partition("?")
+        url = f"{base}/{quote(request.name)}{mark}{query}"
         sent = {**plain, **self._login, **self._extra()}
         for _ in range(_MAX_REDIRECTS + 1):
-            with self._wire.exchange(request.method, url, sent, timeout) as response:
+            with self._wire.exchange(request.method, url, sent, timing) as response:
                 target = response.getheader("Location") if response.status in _REDIRECTS else None
                 if target is None:
                     self._check(request.name, response)
@@ -96,10 +96,13 @@ class HttpStore(RangedStore):
             self._raise_for(name, response)
 
     def _follow(self, url: str, target: str) -> str:
-        following = urljoin(url, target)
-        scheme = urlsplit(following).scheme
-        if scheme not in ("http", "https"):
-            raise StorageError(f"{self.url}: redirected to the unknown scheme {scheme!r}")
+        try:
+            following = urljoin(url, quoted(target, "latin-1"))
+            parsed(following)
+        except (StorageError, ValueError):
+            raise StorageError(
+                f"{self.url}: redirected to {shown(target)[:200]}, which is no http URL"
+            ) from None
         return following
 
     def _refused(self, name: str, response: Response) -> Exception:
@@ -126,9 +129,3 @@ def _login(user: str | None, password: str | None, options: Options) -> dict[str
 def _origin_of(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return parts.scheme, parts.netloc
-
-
-def shown(url: str) -> str:
-    """A URL as messages may show it: no user, password, query or fragment."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import stat
 import threading
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ from hsstream.storage.base import (
     check_limit,
     check_name,
     check_range,
+    not_a_file,
     truncated,
 )
 from hsstream.storage.posix import TempFile, discard_stale, file_lock, publish, typed
@@ -59,7 +61,10 @@ class LocalStore(ForkAware, Store):
         """Bytes of the file."""
         path = self._path(name)
         with typed("read", path):
-            return path.stat().st_size
+            status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise not_a_file(str(path))
+        return status.st_size
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """A read-only view of [start, stop) of the mapped file, or a copy with `mmap=False`."""
@@ -129,6 +134,8 @@ class LocalStore(ForkAware, Store):
     def _view(self, name: str, path: str, start: int, stop: int) -> memoryview:
         status = os.stat(path)  # noqa: PTH116  (several times the speed of Path.stat, once a sample)
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if not stat.S_ISREG(status.st_mode):
+            raise not_a_file(path)
         if stop > status.st_size:
             raise truncated(path, stop, status.st_size)
         with self._guard:
@@ -175,8 +182,12 @@ def _map(path: str) -> memoryview:
 
 
 def _pread(path: str, start: int, stop: int) -> memoryview:
-    with Path(path).open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+    # Not to wait for a pipe that nobody writes to; files do not know the difference.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise not_a_file(path)
+        size = status.st_size
         if stop > size:
             raise truncated(path, stop, size)
         return _exactly(file.fileno(), path, start, stop)

@@ -17,8 +17,9 @@ from urllib.parse import unquote, urlsplit
 from hsstream.errors import StorageError
 from hsstream.storage.base import Store
 from hsstream.storage.generic import FsspecStore
-from hsstream.storage.http import HttpStore, shown
+from hsstream.storage.http import HttpStore
 from hsstream.storage.local import LocalStore
+from hsstream.storage.location import Location, shown
 from hsstream.storage.options import checked
 from hsstream.storage.path import local_path, scheme_of
 from hsstream.storage.posix import typed
@@ -30,9 +31,11 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_NAMES = 1_000_000
 
 
-def open_store(root: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Store:
+def open_store(
+    root: str | os.PathLike[str] | Location, storage_options: dict[str, Any] | None = None
+) -> Store:
     """The store of one root; no network is contacted yet."""
-    text = os.fspath(root)
+    text = Location(root).reveal()
     scheme = scheme_of(text)
     if scheme and "*" in text.partition("?")[0]:
         raise _pattern(shown(text))
@@ -67,7 +70,7 @@ def _pattern(where: str) -> StorageError:
 def _file_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
-        raise StorageError(f"{url}: expected file:///absolute/path, found the host {parts.netloc!r}")
+        raise StorageError(f"{shown(url)}: expected file:///absolute/path, found the host {parts.netloc!r}")
     return unquote(parts.path)
 
 
@@ -75,7 +78,7 @@ def split_urls(url: str) -> tuple[str, list[str]]:
     """The root and the file names of a shard URL or path, with `{000..099}` and `{a,b}` expanded."""
     base, query = _split_query(url)
     root, slash, last = base.rpartition("/")
-    where = shown(url) if scheme_of(url) else url
+    where = shown(url)
     if "{" in root or "}" in root:
         raise StorageError(f"{where}: braces may stand in the file name only, not in the directory")
     if "*" in last or "?" in last:

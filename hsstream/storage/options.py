@@ -113,9 +113,9 @@ def checked(options: Mapping[str, Any] | None) -> Options:
     return given
 
 
-def own_and_foreign(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+def own_and_foreign(options: Mapping[str, Any] | None) -> tuple[Options, Options]:
     """For an fsspec root: what this package reads itself, and what goes to the file system."""
     own = ("retry_timeout", "stall_timeout", "spool", "check_etag", "lock", "mmap")
-    given = dict(options or {})
+    given = Options(options or {})
     mine = checked({name: given.pop(name) for name in own if name in given})
     return mine, given

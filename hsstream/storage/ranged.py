@@ -18,11 +18,22 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from hsstream.errors import StorageError
+from hsstream.storage.answer import Response
 from hsstream.storage.base import ForkAware, Store, check_limit, check_name, check_range, missing, truncated
+from hsstream.storage.location import Location
 from hsstream.storage.options import Options
-from hsstream.storage.patience import Patience, Transient
-from hsstream.storage.ranges import Request, Version, Want, content_range, no_ranges, tag_of, total_of
-from hsstream.storage.wire import Response, Wire
+from hsstream.storage.patience import Patience, Timing, Transient, boundary
+from hsstream.storage.ranges import (
+    Request,
+    Version,
+    Want,
+    content_range,
+    length_of,
+    no_ranges,
+    tag_of,
+    total_of,
+)
+from hsstream.storage.wire import Wire
 
 _PASSING = {408, 425, 429, 500, 502, 503, 504, 509}
 #: Bytes of an error's body that are read.
@@ -37,7 +48,7 @@ class RangedStore(ForkAware, Store):
     local = False
 
     def __init__(self, root: str, options: Options) -> None:
-        self._root, self._options = root, options
+        self._root, self._options = Location(root), options
         self._wire = Wire(options.ca_file)
         super().__init__()
 
@@ -59,7 +70,7 @@ class RangedStore(ForkAware, Store):
         self.renew()
 
     @abstractmethod
-    def _exchange(self, request: Request, timeout: float) -> AbstractContextManager[Response]:
+    def _exchange(self, request: Request, timing: Timing) -> AbstractContextManager[Response]:
         """One attempt: the answer to a request, its status 2xx or 416; else Transient or an error."""
 
     def _refused(self, name: str, response: Response) -> Exception:
@@ -70,19 +81,20 @@ class RangedStore(ForkAware, Store):
 
     def size(self, name: str) -> int:
         """Bytes of the file, by HEAD."""
-        return self.patiently(check_name(name), lambda timeout: self._head(name, timeout))
+        return self.patiently(check_name(name), lambda timing: self._head(name, timing))
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """The bytes [start, stop); one request when nothing breaks."""
         check_range(self.where(check_name(name)), start, stop)
-        want = Want(start, stop)
+        with boundary(self.where(name)):  # no memory for so many bytes
+            want = Want(start, stop)
         self._fill(name, want)
         return want.buffer.toreadonly()
 
     def tail(self, name: str, nbytes: int) -> tuple[memoryview, int]:
         """The last bytes and the size, in one request."""
         check_range(self.where(check_name(name)), 0, nbytes)
-        found = self.patiently(name, lambda timeout: self._suffix(name, nbytes, timeout))
+        found = self.patiently(name, lambda timing: self._suffix(name, nbytes, timing))
         if found is None:
             # No suffix ranges here (or an empty file): two requests, of which the second is strict.
             size = self.size(name)
@@ -93,21 +105,22 @@ class RangedStore(ForkAware, Store):
 
     def read_all(self, name: str, limit: int) -> bytes:
         """A whole small file by a plain GET, which every server answers; not tied to a version."""
-        return self.patiently(check_name(name), lambda timeout: self._whole(name, limit, timeout))
+        return self.patiently(check_name(name), lambda timing: self._whole(name, limit, timing))
 
     def _fill(self, name: str, want: Want) -> None:
         patience = self._patience(name)
         while want.first < want.stop:
             before = want.done
             try:
-                self._fill_once(name, want, patience.timeout())
+                with boundary(self.where(name)):
+                    self._fill_once(name, want, patience.timing())
             except Transient as problem:
                 want.broke()
                 patience.after(problem, want.done - before)
 
-    def _fill_once(self, name: str, want: Want, timeout: float) -> None:
+    def _fill_once(self, name: str, want: Want, timing: Timing) -> None:
         request = Request("GET", name, {"Range": f"bytes={want.first}-{want.stop - 1}"})
-        with self._exchange(request, timeout) as response:
+        with self._exchange(request, timing) as response:
             if response.status == 416:
                 raise truncated(self.where(name), want.stop, total_of(response) or self.size(name))
             if response.status == 200:
@@ -134,7 +147,7 @@ class RangedStore(ForkAware, Store):
                 f"the server answered bytes {first}-{last}; a cache or proxy in between is at fault"
             )
 
-    def _suffix(self, name: str, nbytes: int, timeout: float) -> tuple[Want, int] | None:
+    def _suffix(self, name: str, nbytes: int, timing: Timing) -> tuple[Want, int] | None:
         """The last bytes and the size; None where the server has no suffix ranges.
 
         A body that breaks off is no failure: the size is known by then, and `_fill` gets the rest.
@@ -142,7 +155,7 @@ class RangedStore(ForkAware, Store):
         asked, want = max(nbytes, 1), None
         request = Request("GET", name, {"Range": f"bytes=-{asked}"})
         try:
-            with self._exchange(request, timeout) as response:
+            with self._exchange(request, timing) as response:
                 if response.status != 206:
                     return None
                 first, last, total = content_range(self.where(name), response)
@@ -157,8 +170,8 @@ class RangedStore(ForkAware, Store):
                 raise
         return want, want.stop
 
-    def _whole(self, name: str, limit: int, timeout: float) -> bytes:
-        with self._exchange(Request("GET", name), timeout) as response:
+    def _whole(self, name: str, limit: int, timing: Timing) -> bytes:
+        with self._exchange(Request("GET", name), timing) as response:
             if response.status != 200:
                 raise self._refused(name, response)
             expected = response.length
@@ -167,13 +180,10 @@ class RangedStore(ForkAware, Store):
             check_limit(self.where(name), len(data), limit)
             return data
 
-    def _head(self, name: str, timeout: float) -> int:
-        with self._exchange(Request("HEAD", name), timeout) as response:
-            length = response.getheader("Content-Length")
+    def _head(self, name: str, timing: Timing) -> int:
+        with self._exchange(Request("HEAD", name), timing) as response:
             response.read()
-            if response.status != 200 or length is None or not length.isdecimal():
-                raise StorageError(f"{self.where(name)}: the server does not say how long the file is")
-            return int(length)
+            return length_of(self.where(name), response)
 
     def _raise_for(self, name: str, response: Response) -> None:
         status, pause = response.status, response.getheader("Retry-After", "")
@@ -199,16 +209,18 @@ class RangedStore(ForkAware, Store):
         options = self._options
         return Patience(self.where(name), options.retry_timeout, options.stall_timeout, self._closing)
 
-    def patiently(self, name: str, attempt: Callable[[float], T]) -> T:
+    def patiently(self, name: str, attempt: Callable[[Timing], T]) -> T:
+        """The result of an attempt, which ends with a small answer, tried until there is one."""
         patience = self._patience(name)
         while True:
             try:
-                return attempt(patience.timeout())
+                with boundary(self.where(name)):
+                    return attempt(patience.timing(small=True))
             except Transient as problem:
                 patience.after(problem)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self._root, "options": self._options}
+        return {"root": self._root.reveal(), "options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["root"], state["options"])  # type: ignore[misc]

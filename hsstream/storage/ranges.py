@@ -14,13 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from hsstream.errors import StorageError
+from hsstream.storage.answer import Response
 from hsstream.storage.patience import Transient
-from hsstream.storage.wire import Body, Response
+from hsstream.storage.wire import Body
 
 #: Bytes of one call of readinto, and so what a broken connection loses at most: large while all is
 #: well, since each call costs a turn with the interpreter lock; smaller after every failure.
 _PIECE, _SMALLEST_PIECE = 1 << 18, 1 << 10
-_CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)")
+_LENGTH = re.compile(r"\d{1,18}")
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -74,7 +76,8 @@ def content_range(where: str, response: Response) -> tuple[int, int, int | None]
     match = _CONTENT_RANGE.fullmatch(text.strip())
     if response.status != 206 or match is None or match.group(1) is None:
         raise StorageError(
-            f"{where}: expected a Content-Range with status 206, found {text!r} with status {response.status}"
+            f"{where}: expected a Content-Range with status 206, found {text!r:.80} with status "
+            f"{response.status}"
         )
     first, last, total = match.groups()
     return int(first), int(last), None if total == "*" else int(total)
@@ -84,6 +87,14 @@ def total_of(response: Response) -> int | None:
     """The size of the file in a 416's Content-Range, if it is there."""
     match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", "").strip())
     return int(match.group(3)) if match and match.group(3) != "*" else None
+
+
+def length_of(where: str, response: Response) -> int:
+    """The size of the file in the answer to a HEAD."""
+    text = response.getheader("Content-Length", "")
+    if response.status != 200 or not _LENGTH.fullmatch(text):
+        raise StorageError(f"{where}: the server does not say how long the file is")
+    return int(text)
 
 
 def tag_of(response: Response) -> str:

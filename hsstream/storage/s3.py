@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 from urllib.parse import unquote
 
+from hsstream.errors import StorageError
 from hsstream.storage.base import PendingFile, check_name
 from hsstream.storage.posix import SpoolFile, typed
 from hsstream.storage.ranges import Request
@@ -23,20 +24,30 @@ from hsstream.storage.upload import discard_uploads, upload
 
 
 class S3Store(S3Client):
-    """Objects of one prefix."""
+    """Objects of one prefix; `max_pages` of a list (1,000 names each) are asked for."""
+
+    max_pages = 10_000
 
     def names(self) -> list[str]:
         """Names directly below the prefix, in pages of 1,000; a prefix without objects has none."""
         prefix = self.key("")
         query = {"list-type": "2", "delimiter": "/", "prefix": prefix, "encoding-type": "url"}
         found: list[str] = []
-        while True:
+        for _ in range(self.max_pages):
             page = self.xml(Request("GET", "", query=dict(query)))
             found += [unquote(each.text or "")[len(prefix) :] for each in page.iterfind("Contents/Key")]
             following = page.findtext("NextContinuationToken")
             if not following:
                 return sorted(name for name in found if name and not name.startswith("."))
+            if following == query.get("continuation-token"):
+                raise StorageError(
+                    f"{self.url}: the server's list of objects begins again; check endpoint_url"
+                )
             query["continuation-token"] = following
+        raise StorageError(
+            f"{self.url}: the list of objects has more than {self.max_pages} pages: give the data set a "
+            "prefix of its own"
+        )
 
     def create(self, name: str) -> PendingFile:
         """A file in the spool directory, uploaded whole when published."""

@@ -15,6 +15,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from hsstream.errors import StorageError
 from hsstream.storage.base import already_there, missing
+from hsstream.storage.connect import parsed, quoted
 from hsstream.storage.credentials import configured_region
 from hsstream.storage.options import Options
 from hsstream.storage.patience import Transient
@@ -22,7 +23,16 @@ from hsstream.storage.patience import Transient
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,80})</Code>")
 _REGION = re.compile(rb"<Region>([a-z0-9-]{1,40})</Region>")
-EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+#: What other keys may mend: asked for again until the limit, or once.
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+_REFUSED_KEYS = {
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "InvalidTokenId",
+    "SignatureDoesNotMatch",
+}
+SKEWED = "RequestTimeTooSkewed"
 _BUSY = {
     "ConditionalRequestConflict",
     "InternalError",
@@ -36,9 +46,13 @@ _ADVICE = {
     "AccessDenied": "these keys may not do this here; check the bucket's policy",
     "InvalidAccessKeyId": "the server does not know the access key; check key and endpoint_url",
     "SignatureDoesNotMatch": "the secret key is not the one of this access key",
-    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    SKEWED: "the clock of this machine is wrong, and the server's Date does not say the time either",
     "NotImplemented": "the server lacks this part of S3",
 }
+
+
+class KeysRefusedError(Transient):
+    """The server does not take the keys: ask for others, and try again if there are."""
 
 
 class Address(NamedTuple):
@@ -75,11 +89,12 @@ def address(root: str, options: Options) -> Address:
     style = options.get("addressing") or ("path" if endpoint or "." in bucket else "virtual")
     if style not in ("path", "virtual"):
         raise StorageError(f"storage_options 'addressing': expected 'path' or 'virtual', found {style!r}")
-    parts = urlsplit(endpoint or _amazon(region))
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StorageError("storage_options 'endpoint_url': expected a URL like https://host:port")
+    try:
+        parts = parsed(endpoint or _amazon(region))
+    except StorageError:
+        raise StorageError("storage_options 'endpoint_url': expected a URL like https://host:port") from None
     host = parts.netloc.rpartition("@")[2]
-    root_path = parts.path.rstrip("/")
+    root_path = quoted(parts.path.rstrip("/"))
     if style == "virtual":
         return Address(bucket, prefix, f"{parts.scheme}://{bucket}.{host}{root_path}", region)
     return Address(bucket, prefix, f"{parts.scheme}://{host}{root_path}/{bucket}", region)
@@ -98,10 +113,21 @@ def code_of(body: bytes) -> str:
 def refusal(where: str, place: Address, status: int, body: bytes, region: str | None) -> Exception:
     """The error that an answer stands for; Transient where another try may help."""
     code = code_of(body)
+    said = f"the server answered {status} {code}"
+    if code in _BUSY:
+        return Transient(said)
+    if code in _EXPIRED:
+        return KeysRefusedError(said)
+    final = _final(where, place, status, body, region)
+    if code in _REFUSED_KEYS:
+        return KeysRefusedError(said, final=final)
+    return Transient(said, final=final) if code == SKEWED else final
+
+
+def _final(where: str, place: Address, status: int, body: bytes, region: str | None) -> StorageError:
+    code = code_of(body)
     named = _REGION.search(body)
     region = region or (named.group(1).decode("ascii") if named else None)
-    if code in _BUSY or code in EXPIRED:
-        return Transient(f"the server answered {status} {code}")
     if status == 412:
         return already_there(where)
     if code == "NoSuchBucket":

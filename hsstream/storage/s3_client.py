@@ -1,8 +1,8 @@
 """Requests to one bucket: signed, tried again, their answers checked.
 
 In: requests for objects of a prefix. Out: small answers whole, or as XML; byte ranges as for every
-ranged store. Refused: what the server refuses, as the errors of `s3_address`; keys that it calls
-expired are asked for again.
+ranged store. Refused: what the server refuses, as the errors of `s3_address`; for keys that it does not
+take others are asked for, and a request that it finds too old or new is signed again by its own clock.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from hsstream.errors import StorageError
+from hsstream.storage.answer import Response
 from hsstream.storage.base import Store
 from hsstream.storage.credentials import Credentials
 from hsstream.storage.options import Options
-from hsstream.storage.patience import Transient
+from hsstream.storage.patience import Timing, Transient
 from hsstream.storage.ranged import RangedStore
 from hsstream.storage.ranges import Request, content_range
-from hsstream.storage.s3_address import EXPIRED, Address, address, code_of, refusal, split_root
+from hsstream.storage.s3_address import (
+    SKEWED,
+    Address,
+    KeysRefusedError,
+    address,
+    code_of,
+    refusal,
+    split_root,
+)
 from hsstream.storage.sign import EMPTY, sign
-from hsstream.storage.wire import Response
 
 _FINE = {200, 204, 206, 416}
 _MAX_ERROR, _MAX_ANSWER = 1 << 16, 16 << 20
@@ -63,7 +71,7 @@ class S3Client(RangedStore, ABC):
 
     def ask(self, request: Request) -> Answer:
         """A request with a small answer, tried until it is answered."""
-        return self.patiently(request.name, lambda timeout: self._ask_once(request, timeout))
+        return self.patiently(request.name, lambda timing: self._ask_once(request, timing))
 
     def xml(self, request: Request) -> ElementTree.Element:
         """A request answered in XML, its namespace removed."""
@@ -78,8 +86,8 @@ class S3Client(RangedStore, ABC):
             each.tag = each.tag.rpartition("}")[2]
         return root
 
-    def _ask_once(self, request: Request, timeout: float) -> Answer:
-        with self._exchange(request, timeout) as response:
+    def _ask_once(self, request: Request, timing: Timing) -> Answer:
+        with self._exchange(request, timing) as response:
             body = response.read(_MAX_ANSWER)
             if response.length:
                 raise Transient("the answer ended early, or is too long")
@@ -89,35 +97,42 @@ class S3Client(RangedStore, ABC):
             return Answer({name.lower(): value for name, value in response.getheaders()}, body)
 
     @contextmanager
-    def _exchange(self, request: Request, timeout: float) -> Iterator[Response]:
+    def _exchange(self, request: Request, timing: Timing) -> Iterator[Response]:
         place = self._address()
         url = place.url(request.name, request.query)
         headers = {"Accept-Encoding": "identity", **request.headers}
         keys = self._credentials.keys()
         if keys is not None:
             digest = hashlib.sha256(request.body).hexdigest() if len(request.body) else EMPTY
-            headers = sign(request.method, url, headers, digest, keys, place.region)
-        with self._wire.exchange(request.method, url, headers, timeout, request.body) as response:
-            if response.status not in _FINE:
-                self._raise_for(request.name, response)
-            yield response
+            headers = sign(
+                request.method, url, headers, digest, keys, place.region, self._credentials.server_time()
+            )
+        try:
+            with self._wire.exchange(request.method, url, headers, timing, request.body) as response:
+                if response.status not in _FINE:
+                    self._raise_for(request.name, response)
+                yield response
+        except KeysRefusedError as problem:
+            if not self._credentials.ask_again(keys) and problem.final is not None:
+                raise problem.final from None
+            raise
 
     def _refused(self, name: str, response: Response) -> Exception:
         body = response.read(_MAX_ERROR)
+        if code_of(body) == SKEWED:
+            self._credentials.set_clock(response.getheader("Date", ""))
         return self._failed(name, response.status, body, response.getheader("x-amz-bucket-region"))
 
     def _failed(self, name: str, status: int, body: bytes, region: str | None) -> Exception:
-        if code_of(body) in EXPIRED:
-            self._credentials.expired()
         return refusal(self.where(name), self._address(), status, body, region)
 
     def _address(self) -> Address:
-        self._place = self._place or address(self._root, self._options)
+        self._place = self._place or address(self._root.reveal(), self._options)
         return self._place
 
-    def _head(self, name: str, timeout: float) -> int:
+    def _head(self, name: str, timing: Timing) -> int:
         """The size by a GET of one byte: an error to a HEAD has no body, and so no reason."""
-        with self._exchange(Request("GET", name, {"Range": "bytes=0-0"}), timeout) as response:
+        with self._exchange(Request("GET", name, {"Range": "bytes=0-0"}), timing) as response:
             if response.status != 206:
                 return response.length or 0 if response.status == 200 else 0
             total = content_range(self.where(name), response)[2]

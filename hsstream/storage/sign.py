@@ -1,8 +1,9 @@
 """AWS signature version 4, for S3.
 
-In: method, URL, headers, the body's SHA-256 and keys. Out: the headers to send, the signature among
-them. Refused: nothing; the function is pure. Source: the "Signature Calculations for the Authorization
-Header" chapter of the Amazon S3 API reference; a test compares every header with botocore's.
+In: method, URL, headers, the body's SHA-256, keys and the time (UTC). Out: the headers to send, the
+signature among them. Refused: nothing; the function is pure. Source: the "Signature Calculations for
+the Authorization Header" chapter of the Amazon S3 API reference; a test compares every header with
+botocore's.
 
 Not botocore's own signer, because reading with given keys then needs no extra package, and because
 the signing key of a day is kept: signing costs a tenth.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from datetime import datetime, timezone
+from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, urlsplit
@@ -40,10 +41,10 @@ def sign(
     body_sha256: str,
     keys: Keys,
     region: str,
-    now: datetime | None = None,
+    now: datetime,
 ) -> dict[str, str]:
     """The headers with host, date, body hash, token and Authorization added."""
-    moment = (now or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%SZ")
+    moment = now.strftime("%Y%m%dT%H%M%SZ")
     parts = urlsplit(url)
     sent = {**headers, "Host": parts.netloc, "X-Amz-Date": moment, "X-Amz-Content-SHA256": body_sha256}
     if keys.token:

@@ -173,7 +173,7 @@ def parse_roots(text: str) -> str | list[str]:
     except ValueError:
         roots = None
     if not isinstance(roots, list) or not all(isinstance(root, str) for root in roots):
-        raise SampleError(f"expected a root or a JSON list of roots, found {text[:80]!r}")
+        raise SampleError("expected a root or a JSON list of roots, found text that is neither")
     return roots
 
 

@@ -36,7 +36,7 @@ def test_samples_are_numbered_through_all_roots(three: list[Path]) -> None:
     assert catalog.supervised.tolist()[4:] == supervised
     for sample, (root, number) in enumerate([("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]):
         source, found = catalog.source_of(sample)
-        assert (Path(source.root).name, found) == (root, number)
+        assert (Path(str(source.root)).name, found) == (root, number)
 
 
 def test_a_request_names_the_shard_and_members(three: list[Path]) -> None:

@@ -26,6 +26,7 @@ from hsstream.fetch.ranges import GAP
 from hsstream.header import Header
 from hsstream.manifest import open_dataset
 from hsstream.stats import Clock
+from hsstream.storage import Location
 from hsstream.storage.local import LocalStore
 
 GUARD = 60
@@ -55,7 +56,7 @@ def far_catalog(root: Path) -> Catalog:
     store = FarStore(root)
     index = open_dataset(store)
     store.ranges.clear()
-    return Catalog([Source(store, index, 1.0, str(root))])
+    return Catalog([Source(store, index, 1.0, Location(root))])
 
 
 def columns_of(catalog: Catalog, layers: Sequence[int] | None = None) -> list[Column]:
@@ -122,7 +123,9 @@ def test_every_user_finds_all_bytes_of_its_pieces_in_its_reads(seed: int) -> Non
 def bytes_of(catalog: Catalog, sample: int, column: int) -> bytes:
     source, number = catalog.source_of(sample)
     shard = source.index.shards[source.index.shard_of[number]].name
-    return bytes(LocalStore(Path(source.root)).read(shard, *source.index.table.member_range(number, column)))
+    return bytes(
+        LocalStore(Path(str(source.root))).read(shard, *source.index.table.member_range(number, column))
+    )
 
 
 @pytest.mark.parametrize("chunk", [700, 5_000, 8 << 20])

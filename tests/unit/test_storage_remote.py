@@ -88,7 +88,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         ("s3://", "expected s3://bucket/prefix"),
         ("s3:///x", "expected s3://bucket/prefix"),
         ("s3://b/x", "expected s3://bucket/prefix"),
-        ("http:///x", "without a host"),
+        ("http:///x", "expected a URL like https://host:port/directory"),
     ],
 )
 def test_malformed_roots(root: str, message: str) -> None:
@@ -158,7 +158,7 @@ def patience(limit: float, closing: threading.Event | None = None) -> Patience:
 
 def test_patience_ends() -> None:
     waiting = patience(0.3)
-    assert waiting.timeout() <= 0.3
+    assert waiting.timing().stall <= 0.3
 
     def forever() -> None:
         while True:
