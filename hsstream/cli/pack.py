@@ -66,7 +66,26 @@ def _source_arguments(group: argparse._ArgumentGroup) -> None:
     add("--all-supervised", action="store_true", help="without a loss mask, supervise every token")
     add("--layers", metavar="L", type=positive, help="number of captured layers")
     add("--hidden-size", metavar="H", type=positive, help="width of a layer")
-    add("--ttt-length", metavar="N", type=positive, default=7, help="unrolled steps that padding must leave")
+    add("--ttt-length", metavar="N", type=positive, help="unrolled steps that padding must leave (default 7)")
+    add("--pad-id", metavar="ID", type=int, help="id of padding that nothing marks (default 0)")
+    add("--drop", metavar="NAME", nargs="+", action="extend", default=[], help="leave these tensors out")
+    add(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        type=_renamed,
+        help="take a tensor of the files as another",
+    )
+    add("--prefix", metavar="NAME", help="put NAME-- before every key: another capture of the same names")
+
+
+def _renamed(text: str) -> tuple[str, str]:
+    """OLD=NEW."""
+    old, equals, new = text.partition("=")
+    if not (old and equals and new):
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, found {text!r}")
+    return old, new
 
 
 def _model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -127,9 +146,14 @@ def run(args: argparse.Namespace) -> int:
         echo_json(found.to_dict()) if args.json else echo(_projection(found))
         return 1 if found.bad else 0
     with Bar("pack") as bar, _stop(args.follow) as stop:
-        report = pack(job, bar.update if sys.stderr.isatty() else None, stop)
+        report = pack(job, bar.update if sys.stderr.isatty() else None, stop, _notice)
     echo_json(report.to_dict()) if args.json else echo(_summary(report))
     return 0 if report.ok else 1
+
+
+def _notice(text: str) -> None:
+    """A line for people, before anything is deleted."""
+    sys.stderr.write(f"hsstream: {text}\n")
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -147,7 +171,10 @@ def _job(args: argparse.Namespace) -> Job:
         arrow=args.arrow,
         all_supervised=args.all_supervised,
         ttt_length=args.ttt_length,
-        mapped=not args.follow,
+        pad_id=args.pad_id,
+        prefix=args.prefix,
+        drop=frozenset(args.drop),
+        rename=dict(args.rename),
     )
     return Job(
         source=args.source,

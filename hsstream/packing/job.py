@@ -72,13 +72,20 @@ class Bad:
 
 @dataclass
 class Report:
-    """What a run did. known: samples that an earlier run had sealed; source_bytes: of the files looked at."""
+    """What a run did.
+
+    padding: rows that were cut off. dropped: what files held and the data set does not, by name, with the
+    number of samples. missing: model facts that a trainer will ask for and nothing told. known: samples that
+    an earlier run had sealed; source_bytes: of the files looked at.
+    """
 
     root: str = ""
     format: str = ""
     samples: int = 0
     tokens: int = 0
     padding: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
     known: int = 0
     files: int = 0
     source_bytes: int = 0
