@@ -16,6 +16,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -188,7 +189,6 @@ def _in_pickle(data: bytearray, chance: random.Random) -> None:
         width = chance.randrange(1, 9)
         other = chance.randrange(start + 2, max(start + 3, stop - width))
         data[at : at + width] = data[other : other + width]
-        del data[at + width + max(0, len(data)) :]
 
 
 def _bytes(data: bytearray, chance: random.Random) -> None:
@@ -220,8 +220,10 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     """One valid archive with one to three faults."""
     result = bytearray(data)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        if len(_places(bytes(result), DIRECTORY)) and len(result) > 64:
-            chance.choice(MUTATIONS)(result, chance)
+        change = chance.choice(MUTATIONS)
+        # Nothing more is done to what has no directory left, or not a whole one.
+        with suppress(struct.error, IndexError, ValueError):
+            change(result, chance)
     return bytes(result)
 
 

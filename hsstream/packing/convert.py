@@ -57,24 +57,36 @@ class Converter:
         """The ids of the sample as they are stored; whatever goes wrong is an HsStreamError."""
         return _typed(lambda: self._source.tokens(file, item))
 
-    def model(self, first: Loaded) -> ModelInfo:
-        """Model facts: what the source says, what the user says, and what the first sample shows."""
+    def model(self, first: Loaded, there: ModelInfo | None) -> ModelInfo:
+        """Model facts: what the source says, what the user says, and what the first sample shows.
+
+        there: of a data set that is continued; what nobody says now is as it was.
+        """
         self._check_effect(first)
         facts = _merged(self._source.facts(), self._job.facts)
-        shown = _widths(first)
+        shown, given = _widths(first), self._job.options.hidden_size
+        if given is not None:
+            facts = _merged(facts, {"hidden_size": given})
         for name, value in shown.items():
             if facts.setdefault(name, value) != value:
                 raise SampleError(
                     f"{name} is {facts[name]} by the source or the options, {value} in its files"
                 )
-        beside = facts_beside(self._source.root, self._model_folders(), facts)
-        facts = {**beside, **facts}
+        facts = (self._beside(facts, first) if there is None else there.to_dict()) | facts
         if (ids := facts.get("aux_layer_ids")) is not None:
             _check_layers(ids, first)
             facts.setdefault("layer_id_convention", self._source.convention)
         if LAST in first.tensors:
             facts["last_hidden_norm"] = self._final_norm(first)
         return ModelInfo(**facts)
+
+    def _beside(self, facts: Mapping[str, Any], first: Loaded) -> dict[str, Any]:
+        """What lies beside the files, or in the model's own folder where that is named."""
+        folders = [Path(facts["name"])] if "name" in facts else []
+        if self._job.to_post_norm is not None:
+            folders.append(self._job.to_post_norm)
+        captured = first.tensors[AUX].shape[1] if AUX in first.tensors else 0
+        return facts_beside(self._source.root, folders, facts, captured)
 
     def _check_effect(self, first: Loaded) -> None:
         """Refuse options that change nothing for a sample like the first."""
@@ -91,11 +103,6 @@ class Converter:
         for name, idle in without.items():
             if idle:
                 raise SampleError(f"{name} has no effect on these files: {', '.join(first.tensors)}")
-
-    def _model_folders(self) -> list[Path]:
-        """Where the captured model itself may lie."""
-        named = self._job.facts.get("name")
-        return [folder for folder in (self._job.to_post_norm, named and Path(named)) if folder]
 
     def prepare(self, writer: ShardWriter, file: SourceFile, item: Item, norm: str | None) -> Converted:
         """One sample, encoded. norm: of the data set."""

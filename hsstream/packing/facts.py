@@ -19,16 +19,25 @@ from hsstream.weights import read_config
 
 #: What a Hugging Face configuration calls them.
 _CONFIG = {"num_hidden_layers": "num_layers", "vocab_size": "vocab_size"}
-#: Where SpecForge puts the map of its draft vocabulary; as long as the target's is the list of what it takes.
+#: A configuration beside the files with no more layers is a draft model's.
+MAX_DRAFT_LAYERS = 1
+#: Where SpecForge puts the map of its draft vocabulary: its `t2d` is as long as the target's vocabulary.
 VOCABULARY_MAPS = ("vocab_mapping/vocab_mapping.pt", "vocab_mapping.pt")
 
 
-def facts_beside(root: Path, folders: Iterable[Path], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of a model of the width in `known`, from its own folder or from what lies at the source."""
+def facts_beside(
+    root: Path, folders: Iterable[Path], known: Mapping[str, Any], captured: int
+) -> dict[str, Any]:
+    """Facts of a model of the width in `known`, from its own folder or from what lies at the source.
+
+    captured: its captured layers.
+    """
     facts: dict[str, Any] = {}
-    for folder in (*folders, root, root.parent):
-        for name, value in _of_config(folder, known.get("hidden_size")).items():
-            facts.setdefault(name, value)
+    for folder in (*folders, root):
+        found = _of_config(folder, known.get("hidden_size"))
+        if folder == root and found.get("num_layers", 0) <= max(MAX_DRAFT_LAYERS, captured):
+            continue
+        facts = found | facts
     if "vocab_size" not in facts and (size := _mapped_vocabulary(root)) is not None:
         facts["vocab_size"] = size
     return facts
@@ -39,10 +48,10 @@ def missing_facts(model: ModelInfo, first: Loaded) -> list[str]:
     lines = []
     aux = first.tensors.get("aux_hidden_states")
     if aux is not None and model.aux_layer_ids is None:
-        example = ",".join(str(1 + 12 * place) for place in range(aux.shape[1]))
+        example = ",".join(["ID"] * aux.shape[1])
         lines.append(
-            f"record aux_layer_ids: --aux-layers {example} (the {aux.shape[1]} captured layers); without it "
-            "`train` for SpecForge, speculators or Model-Optimizer refuses the data set"
+            f"record aux_layer_ids: --aux-layers {example}, the captured layers in their order; without it "
+            "`train` for SpecForge, speculators and Model-Optimizer refuses the data set"
         )
     if model.vocab_size is None and "input_ids" in first.tensors:
         lines.append(

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hsstream.errors import HsStreamError, SampleError, SchemaMismatchError, SourceError, StorageError
+from hsstream.manifest import read_shard_index
 from hsstream.ordered import ordered
 from hsstream.packing.convert import Converted, Converter
 from hsstream.packing.facts import missing_facts
@@ -127,7 +128,7 @@ class _Run:
                 if len(failed) == FIRST_FILES:
                     break
                 continue
-            model = self._convert.model(loaded)
+            model = self._convert.model(loaded, self._there())
             self._report.missing = missing_facts(model, loaded)
             for text in self._report.missing:
                 self._notice(text)
@@ -141,6 +142,11 @@ class _Run:
             return iter(self._source.files())
         # A watch of its own: what it gives out is only looked at.
         return Watch(self._source, self._follow, self._watch.stop).files()
+
+    def _there(self) -> ModelInfo | None:
+        """Model facts of the data set that is continued."""
+        shards = [name for name in self._store.names() if name.endswith(".tar")]
+        return read_shard_index(self._store, shards[0]).info.model if shards else None
 
     def _has_shards(self) -> bool:
         return any(name.endswith(".tar") for name in self._store.names())

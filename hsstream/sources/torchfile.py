@@ -11,6 +11,7 @@ import gzip
 import io
 import pickle
 import re
+import struct
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 BROKEN = (
     *(pickle.UnpicklingError, zlib.error, RuntimeError, OSError, EOFError, MemoryError, Warning),
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError),
+    struct.error,
 )
 
 
