@@ -82,7 +82,7 @@ def relative(root: Path, path: Path) -> Path:
 def is_own(root: Path, path: Path) -> bool:
     """Whether a file lies below the root by itself, reached through no link but the root's own."""
     try:
-        if path.is_symlink():
+        if path.is_symlink() or not path.is_relative_to(root):
             return False
         return path.resolve(strict=True) == root.resolve(strict=True) / path.relative_to(root)
     except OSError:
