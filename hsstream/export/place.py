@@ -1,7 +1,7 @@
 """The directory that an export goes into: an empty one, or that of an earlier export which may go.
 
-In: a directory, and the files to come. Out: the same, free. Refused with SampleError: a directory with other files in it, whose
-samples would be taken for these; with StorageError: one that cannot be changed.
+In: a directory, and the files to come. Out: the same, free. Refused with SampleError: a directory with other
+files in it, whose samples would be taken for these; with StorageError: one that cannot be changed.
 """
 
 from __future__ import annotations

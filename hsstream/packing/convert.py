@@ -90,7 +90,7 @@ class Converter:
 
     def _check_effect(self, first: Loaded) -> None:
         """Refuse options that change nothing for a sample like the first."""
-        job, options = self._job, self._job.options
+        job, options = self._job, self._job.said
         last, aux = LAST in first.tensors, AUX in first.tensors
         without = {
             "--last-norm": options.last_norm is not None and not last,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,13 @@ class Job:
     follow: Follow | None = None
     storage_options: dict[str, Any] | None = None
     commit: bool = True
+
+    @property
+    def said(self) -> Options:
+        """The options without a number of layers that only follows from aux_layer_ids."""
+        ids = self.facts.get("aux_layer_ids")
+        follows = ids is not None and self.options.layers == len(ids)
+        return replace(self.options, layers=None) if follows else self.options
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def project(job: Job, store: Store | None = None) -> Projection:
     # Masks weigh next to nothing: the data set they lie in is not asked for here.
     options = replace(job.options, all_supervised=True)
     source = open_source(job.source, job.format, options)
-    source.check_options(job.options)
+    source.check_options(job.said)
     convert = Converter(source, replace(job, options=options, to_post_norm=None))
     files = list(source.files())
     sums, tensors, bad = _Sums(), [], []

@@ -85,7 +85,7 @@ class _Run:
         self._convert = Converter(source, job)
         self._report = Report(store.url, source.format)
         self._notice = notice or (lambda _: None)
-        source.check_options(job.options)
+        source.check_options(job.said)
         self._follow = job.follow
         if self._follow is not None and not source.live:
             raise SampleError(

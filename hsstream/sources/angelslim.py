@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 
 from hsstream.errors import SourceError
-from hsstream.sources.base import Loaded, Source, SourceFile, canonical, require_rows, split_layers, tensor
+from hsstream.sources.base import Loaded, Source, SourceFile
 from hsstream.sources.record import Record
+from hsstream.sources.shapes import canonical, require_rows, split_layers, tensor
 
 
 class AngelSlim(Source):

@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from hsstream.errors import SampleError, SourceError
-from hsstream.sources.base import Item, Loaded, Options, Source, SourceFile, canonical, split_layers, tensor
+from hsstream.sources.base import Item, Loaded, Options, Source, SourceFile
 from hsstream.sources.content import opened
 from hsstream.sources.files import shown
 from hsstream.sources.manifest import integers, read_json
 from hsstream.sources.record import Record
+from hsstream.sources.shapes import canonical, split_layers, tensor
 
 RECORD = np.dtype(
     [

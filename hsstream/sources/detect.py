@@ -17,7 +17,7 @@ import torch
 from hsstream.errors import SampleError, SourceError, StorageError
 from hsstream.sample import CANONICAL
 from hsstream.sources.angelslim import AngelSlim
-from hsstream.sources.base import Options, Source, listed
+from hsstream.sources.base import Options, Source
 from hsstream.sources.deepspec import DeepSpec
 from hsstream.sources.eagle import Eagle
 from hsstream.sources.files import shown, walk
@@ -26,6 +26,7 @@ from hsstream.sources.modelopt import ModelOpt
 from hsstream.sources.nemo import Nemo
 from hsstream.sources.plain import PlainSafetensors, PlainTorch
 from hsstream.sources.safefile import opened_safetensors
+from hsstream.sources.shapes import listed
 from hsstream.sources.specforge import SpecForge
 from hsstream.sources.speculators import Speculators, SpeculatorsLegacy
 from hsstream.sources.torchfile import SUFFIXES, opened_dict

@@ -6,8 +6,9 @@ captured layers, no padding.
 
 from __future__ import annotations
 
-from hsstream.sources.base import Loaded, Source, SourceFile, canonical, tensor
+from hsstream.sources.base import Loaded, Source, SourceFile
 from hsstream.sources.record import Record
+from hsstream.sources.shapes import canonical, tensor
 
 
 class Eagle(Source):

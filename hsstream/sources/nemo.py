@@ -26,23 +26,12 @@ from typing import Any
 import torch
 
 from hsstream.errors import SampleError, SourceError
-from hsstream.sources.base import (
-    Head,
-    Item,
-    Loaded,
-    Options,
-    Source,
-    SourceFile,
-    canonical,
-    cut,
-    require_rows,
-    split_layers,
-    tensor,
-)
+from hsstream.sources.base import Head, Item, Loaded, Options, Source, SourceFile
 from hsstream.sources.files import key_of, shown, walk
 from hsstream.sources.manifest import integers, read_json
 from hsstream.sources.record import Record
 from hsstream.sources.safefile import opened_safetensors, read_header
+from hsstream.sources.shapes import canonical, cut, require_rows, split_layers, tensor
 
 EAGLE3, DSPARK = 2, 1
 #: What a shard of EAGLE-3 holds beside the canonical tensors, kept under these names.

@@ -18,20 +18,10 @@ import torch
 
 from hsstream.errors import SampleError, SourceError
 from hsstream.sample import CANONICAL, ModelInfo
-from hsstream.sources.base import (
-    ATTENTION,
-    RESERVED_META,
-    Head,
-    Item,
-    Loaded,
-    Source,
-    SourceFile,
-    listed,
-    require_rows,
-    tensor,
-)
+from hsstream.sources.base import ATTENTION, RESERVED_META, Head, Item, Loaded, Source, SourceFile
 from hsstream.sources.record import Record
 from hsstream.sources.safefile import opened_safetensors, read_header
+from hsstream.sources.shapes import listed, require_rows, tensor
 from hsstream.sources.torchfile import SUFFIXES
 
 META, MODEL = "hsstream.meta", "hsstream.model"

@@ -20,19 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from hsstream.errors import SourceError
-from hsstream.sources.base import (
-    Item,
-    Loaded,
-    Source,
-    SourceFile,
-    canonical,
-    cut,
-    listed,
-    split_layers,
-    tensor,
-)
+from hsstream.sources.base import Item, Loaded, Source, SourceFile
 from hsstream.sources.files import shown
 from hsstream.sources.record import Record
+from hsstream.sources.shapes import canonical, cut, listed, split_layers, tensor
 
 _GROUPED = re.compile(r"(?:rows_(\d{1,12})-(\d{1,12})/)?data_(\d{1,12})\.ckpt(?:\.gz)?")
 

@@ -29,25 +29,12 @@ import torch
 from hsstream.codecs.base import Codes
 from hsstream.errors import SampleError, SourceError
 from hsstream.sources.arrow import ArrowRows
-from hsstream.sources.base import (
-    HF_INDEX,
-    Head,
-    Item,
-    Loaded,
-    Options,
-    Source,
-    SourceFile,
-    canonical,
-    listed,
-    mask_or_refuse,
-    require_rows,
-    split_layers,
-    tensor,
-)
+from hsstream.sources.base import HF_INDEX, Head, Item, Loaded, Options, Source, SourceFile
 from hsstream.sources.files import shown
 from hsstream.sources.manifest import integers, read_json
 from hsstream.sources.record import Record
 from hsstream.sources.safefile import opened_safetensors
+from hsstream.sources.shapes import canonical, listed, mask_or_refuse, require_rows, split_layers, tensor
 
 SCALES = "hidden_states_scales"
 _ROW = re.compile(r"hs_(\d{1,12})\.safetensors")
@@ -105,7 +92,9 @@ class Speculators(Source):
         match = _ROW.fullmatch(path.name)
         if self._arrow is None or match is None:
             where = "only hs_N files have a row in the Arrow data set" if self._arrow else "give --arrow DIR"
-            return mask_or_refuse({}, len(ids), self.options, f"speculators keeps masks elsewhere: {where}")
+            return mask_or_refuse(
+                {}, len(ids), self.options.all_supervised, f"speculators keeps masks elsewhere: {where}"
+            )
         return self._arrow.mask(int(match[1]), ids)
 
 

@@ -253,6 +253,21 @@ def test_an_option_without_effect_is_an_error(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("producer", ["specforge", "speculators", "deepspec", "nemo"])
+def test_layer_ids_are_recorded_for_every_producer(producer: str, tmp_path: Path) -> None:
+    src, words = str(tmp_path / "src"), []
+    if producer == "speculators":
+        made_by.write_speculators(tmp_path / "src", samples())
+        words = ["--arrow", str(tmp_path / "src" / "arrow")]
+    else:
+        getattr(made_by, f"write_{producer}")(tmp_path / "src", samples())
+    ids = {"deepspec": "1,9,17", "nemo": "1,2,3"}.get(producer, "2,14,25")
+    assert main(["pack", src, str(tmp_path / "out"), "--aux-layers", ids, *words]) == 0
+    model = hs.ShardReader(tmp_path / "out").index.info.model
+    assert model is not None
+    assert ",".join(map(str, model.aux_layer_ids or ())) == ids
+
+
 # --- no guesses
 
 

@@ -21,9 +21,10 @@ from sources import Tensors, draw, flat, long, sample, samples, save, specforge_
 from hsstream.errors import HsStreamError, SampleError, SourceError, StorageError
 from hsstream.sample import KEY_PATTERN
 from hsstream.sources import detect, torchfile
-from hsstream.sources.base import Loaded, Options, real_tokens, require_rows
+from hsstream.sources.base import Loaded, Options
 from hsstream.sources.detect import FORMATS, EmptySourceError, open_source
 from hsstream.sources.files import key_of, walk
+from hsstream.sources.shapes import real_tokens, require_rows
 from hsstream.sources.torchfile import load_torch
 
 Written = dict[str, Tensors]
@@ -179,12 +180,11 @@ def test_padding_is_cut_as_far_as_no_target_can_tell(tmp_path: Path) -> None:
 )
 def test_the_trim_rule_loses_no_id_and_no_target(ids: list[int], mask: list[bool], steps: int) -> None:
     tokens, supervised = torch.tensor(ids), torch.tensor(mask[: len(ids)])
-    options = Options(ttt_length=steps, pad_id=0)
     if not tokens.any() and not supervised.any():
         with pytest.raises(SourceError, match="padding"):
-            real_tokens(tokens, supervised, options)
+            real_tokens(tokens, supervised, steps, 0)
         return
-    kept_tokens = real_tokens(tokens, supervised, options)
+    kept_tokens = real_tokens(tokens, supervised, steps, 0)
     assert not tokens[kept_tokens:].any()
     for place in torch.nonzero(supervised).flatten().tolist():
         assert kept_tokens >= min(len(ids), place + 1 + steps)
