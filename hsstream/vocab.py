@@ -37,6 +37,7 @@ TOKENS_AT_ONCE = 1 << 18
 D2T_NAMES = ("d2t", "eagle_module.d2t", "draft_model.d2t", "model.d2t")
 #: Files beside or instead of safetensors that may hold a map.
 TORCH_FILES = ("vocab_mapping.pt", "pytorch_model.bin", "d2t.pt")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 NUMPY_FILES = ("d2t.npy", "t2d.npy")
 
 
@@ -230,10 +231,10 @@ def find_map(place: str | Path, vocab_size: int) -> VocabMap | None:
 def _from_torch(path: Path) -> torch.Tensor | None:
     files = [path / name for name in TORCH_FILES] if path.is_dir() else [path]
     for file in files:
-        if not file.is_file() or file.suffix not in (".pt", ".bin"):
+        if not file.is_file() or file.suffix not in TORCH_SUFFIXES:
             continue
         try:
-            content = load_torch(file)
+            content = load_torch(file, D2T_NAMES)
         except SourceError as error:
             raise SampleError(f"{file}: {error}") from None
         tensors = content if isinstance(content, dict) else {"d2t": content}

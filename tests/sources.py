@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 __all__ = ["load_file", "save_file"]
 Tensors = Mapping[str, torch.Tensor]
-LAYERS, HIDDEN = 3, 16
+LAYERS, HIDDEN, VOCABULARY = 3, 16, 1000
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -109,7 +109,7 @@ def write_specforge(
         group = number // 2000 * 2000
         path = root / f"rows_{group}-{group + 2000}" / f"data_{number}{end}"
         save(specforge_record(each, length, strategy), path)
-    save({"d2t": torch.zeros(8, dtype=torch.int64), "t2d": torch.ones(9, dtype=torch.bool)},
+    save({"d2t": torch.zeros(8, dtype=torch.int64), "t2d": torch.arange(VOCABULARY) < 8},
          root / "vocab_mapping" / "vocab_mapping.pt")  # fmt: skip
     return {f"data_{number}": each for number, each in enumerate(made)}
 

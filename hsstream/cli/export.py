@@ -24,6 +24,7 @@ def add_parser(commands: Commands) -> None:
     add("target", metavar="DST", type=local_path, help="directory to write into")
     add("--to", required=True, choices=tuple(FORMATS), help="layout of the files")
     add("--to-post-norm", metavar="MODEL", type=local_path, help="apply the final norm of this model folder")
+    add("--overwrite", action="store_true", help="remove an earlier export from DST first")
     add("--workers", metavar="N", type=positive, default=2, help="samples side by side")
     add("--json", action="store_true", help="one JSON document on stdout, nothing else")
     add("--storage-option", metavar="KEY=VALUE", action="append", default=[], type=storage_option)
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
             args.to,
             to_post_norm=args.to_post_norm,
             workers=args.workers,
+            overwrite=args.overwrite,
             storage_options=storage_options(args),
             progress=bar.update,
         )

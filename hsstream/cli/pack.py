@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from hsstream.cli.arguments import (
     Commands,
@@ -27,12 +26,13 @@ from hsstream.cli.arguments import (
     storage_options,
 )
 from hsstream.cli.estimate import number
-from hsstream.cli.output import count, counted, echo, echo_json, percent, ratio, size
+from hsstream.cli.output import echo, echo_json
+from hsstream.cli.pack_text import projection_text, report_text
 from hsstream.cli.progress import Bar
 from hsstream.cli.teacher import add_teacher, teacher_of
 from hsstream.errors import SampleError
 from hsstream.model_info import CONVENTIONS
-from hsstream.packing import Job, Projection, Report, pack, project
+from hsstream.packing import Job, pack, project
 from hsstream.packing.job import Follow
 from hsstream.schema import COMPRESSIONS
 from hsstream.sources.base import Options
@@ -70,7 +70,26 @@ def _source_arguments(group: argparse._ArgumentGroup) -> None:
     add("--all-supervised", action="store_true", help="without a loss mask, supervise every token")
     add("--layers", metavar="L", type=positive, help="number of captured layers")
     add("--hidden-size", metavar="H", type=positive, help="width of a layer")
-    add("--ttt-length", metavar="N", type=positive, default=7, help="unrolled steps that padding must leave")
+    add("--ttt-length", metavar="N", type=positive, help="unrolled steps that padding must leave (default 7)")
+    add("--pad-id", metavar="ID", type=int, help="id of padding that nothing marks (default 0)")
+    add("--drop", metavar="NAME", nargs="+", action="extend", default=[], help="leave these tensors out")
+    add(
+        "--rename",
+        metavar="OLD=NEW",
+        action="append",
+        default=[],
+        type=_renamed,
+        help="take a tensor of the files as another",
+    )
+    add("--prefix", metavar="NAME", help="put NAME-- before every key: another capture of the same names")
+
+
+def _renamed(text: str) -> tuple[str, str]:
+    """OLD=NEW."""
+    old, equals, new = text.partition("=")
+    if not (old and equals and new):
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, found {text!r}")
+    return old, new
 
 
 def _model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -128,12 +147,17 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         store = None if args.root is None else open_store(args.root, job.storage_options)
         found = project(job, store)
-        echo_json(found.to_dict()) if args.json else echo(_projection(found))
+        echo_json(found.to_dict()) if args.json else echo(projection_text(found))
         return 1 if found.bad else 0
     with Bar("pack") as bar, _stop(args.follow) as stop:
-        report = pack(job, bar.update if sys.stderr.isatty() else None, stop)
-    echo_json(report.to_dict()) if args.json else echo(_summary(report))
+        report = pack(job, bar.update if sys.stderr.isatty() else None, stop, _notice)
+    echo_json(report.to_dict()) if args.json else echo(report_text(report))
     return 0 if report.ok else 1
+
+
+def _notice(text: str) -> None:
+    """A line for people, before anything is deleted."""
+    sys.stderr.write(f"hsstream: {text}\n")
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -151,7 +175,10 @@ def _job(args: argparse.Namespace) -> Job:
         arrow=args.arrow,
         all_supervised=args.all_supervised,
         ttt_length=args.ttt_length,
-        mapped=not args.follow,
+        pad_id=args.pad_id,
+        prefix=args.prefix,
+        drop=frozenset(args.drop),
+        rename=dict(args.rename),
     )
     return Job(
         source=args.source,
@@ -192,43 +219,3 @@ def _stop(follow: bool) -> Iterator[threading.Event]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
-
-
-def _projection(found: Projection) -> str:
-    """Three lines; a fourth where files cannot be read."""
-    files = counted(found.files, "file")
-    samples = "" if found.samples == found.files else f" with {counted(found.samples, 'sample')}"
-    looked = f"{count(found.looked_at)} looked at: {count(found.mean_tokens)} tokens each on average"
-    free = "" if found.free is None else f"; {size(found.free)} are free there"
-    lines = [
-        f"{found.source}: {found.format}, {files}{samples}, {size(found.source_bytes)}",
-        f"{looked}, {percent(found.padding, 1)} padding; {', '.join(found.tensors)}",
-        f"as {found.codec}: about {size(found.stored_bytes)}, "
-        f"{ratio(found.stored_bytes, found.source_bytes)} of the source{free}",
-    ]
-    if found.bad:
-        lines.append(f"{counted(found.bad, 'file')} looked at cannot be read: {found.first_bad}")
-    return "\n".join(lines)
-
-
-def _summary(report: Report) -> str:
-    """What was done, what was there already, what could not be taken over."""
-    if not report.format:
-        return f"no source files are left; {report.root} is committed"
-    packed = f"{counted(report.samples, 'sample')}, {count(report.tokens)} tokens"
-    lines = [
-        f"packed {packed} of {report.format} files into {report.root}: "
-        f"{size(report.stored_bytes)} in {counted(report.shards, 'shard')}"
-    ]
-    if report.known:
-        lines.append(f"{counted(report.known, 'sample')} were there already")
-    if report.padding:
-        rows = report.tokens + report.padding
-        lines.append(f"{count(report.padding)} rows of padding cut off ({percent(report.padding, rows)})")
-    if report.deleted:
-        lines.append(f"{counted(report.deleted, 'source file')} deleted")
-    if report.bad:
-        first: Any = report.bad[0]
-        where = f", listed in {report.bad_list}" if report.bad_list else ""
-        lines.append(f"{counted(len(report.bad), 'file')} left{where}: {first.path}: {first.reason}")
-    return "\n".join(lines)

@@ -12,7 +12,8 @@ safetensors    `KEY.safetensors` with canonical names, metadata and model facts
 ============== ======================================================================================
 
 N is the number in the key where every key has one (`data_17`), else the place in the data set; `keys.json`
-says which sample became which file. Every file appears under its name complete or not at all.
+says which sample became which file. Every file appears under its name complete or not at all. A directory
+that holds other files is refused; `overwrite` removes an earlier export from it.
 """
 
 from __future__ import annotations

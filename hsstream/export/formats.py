@@ -5,6 +5,7 @@ In: samples. Out: files of one program. Refused with SampleError: what the progr
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 
 from hsstream.errors import SampleError
 from hsstream.export.layout import LAST, Layout
+from hsstream.export.place import ARROW, STATES
 from hsstream.sample import Sample
 from hsstream.sources.arrow import write_rows
 from hsstream.sources.plain import META, MODEL
@@ -51,7 +53,7 @@ class ToSpecForge(Layout):
             record |= {"hidden_state": found[LAST][None], "aux_hidden_state": aux}
         else:
             record["hidden_states"] = aux
-        torch.save(record, path)
+        _save(record, path)
 
 
 class ToDSpark(ToSpecForge):
@@ -69,7 +71,7 @@ class ToDSpark(ToSpecForge):
         record = {"input_ids": found["input_ids"], "loss_mask": found["loss_mask"].long()}
         record["hidden_states"] = found[AUX].flatten(1)[None]
         record["target_last_hidden_states"] = found[LAST][None]
-        torch.save(record, path)
+        _save(record, path)
 
 
 class ToSpeculators(Layout):
@@ -94,7 +96,7 @@ class ToSpeculators(Layout):
 
     def path(self, number: int, key: str) -> Path:  # noqa: ARG002
         """`hidden_states/hs_17.safetensors`, 17 being the row in the Arrow data set."""
-        return Path("hidden_states") / f"hs_{number}.safetensors"
+        return Path(STATES) / f"hs_{number}.safetensors"
 
     def save(self, path: Path, sample: Sample) -> None:
         """The two tensors of vLLM's connector."""
@@ -106,9 +108,8 @@ class ToSpeculators(Layout):
 
     def finish(self) -> None:
         """The masks, in the order of the files."""
-        super().finish()
         with tempfile.TemporaryDirectory(dir=self._target, prefix=".arrow-") as scratch:
-            write_rows(self._target / "arrow", self._rows(), Path(scratch))
+            write_rows(self._target / ARROW, self._rows(), Path(scratch))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for number in range(len(self._reader)):
@@ -146,6 +147,13 @@ FORMATS: Mapping[str, type[Layout]] = {
     "speculators": ToSpeculators,
     "safetensors": ToSafetensors,
 }
+
+
+def _save(record: dict[str, torch.Tensor], path: Path) -> None:
+    """torch.save by way of memory: on a full disk torch says RuntimeError, and not why."""
+    whole = io.BytesIO()
+    torch.save(record, whole)
+    path.write_bytes(whole.getbuffer())
 
 
 def _json(value: Any, what: str) -> str:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hsstream.errors import SampleError
+from hsstream.export.place import KEYS, make_free
 from hsstream.norm import FinalNorm
 from hsstream.reader import ShardReader
 from hsstream.sample import ModelInfo, Sample
@@ -64,11 +65,15 @@ class Layout(ABC):
             self.save(temp, sample)
         return sample.tokens, path.stat().st_size
 
-    def finish(self) -> None:
-        """What belongs beside the samples."""
+    def begin(self, overwrite: bool) -> None:
+        """Take the directory, and say which sample becomes which file."""
         named = {self.path(number, key).as_posix(): key for number, key in enumerate(self._reader.keys())}
-        with _temporary(self._target / "keys.json") as temp:
+        make_free(self._target, named, overwrite)
+        with _temporary(self._target / KEYS) as temp:
             temp.write_text(json.dumps(named, indent=0), encoding="utf-8")
+
+    def finish(self) -> None:  # noqa: B027  (most formats need nothing)
+        """What belongs beside the samples."""
 
     @abstractmethod
     def path(self, number: int, key: str) -> Path:

@@ -44,6 +44,7 @@ def export(
     *,
     to_post_norm: str | Path | None = None,
     workers: int = 2,
+    overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
@@ -52,6 +53,11 @@ def export(
     Args:
         to: one of FORMATS.
         to_post_norm: folder of the model whose final norm is applied to states captured before it.
+        overwrite: remove an earlier export from `target` first; without it one of other samples is refused.
+
+    Raises:
+        SampleError: the format cannot say what is stored, or `target` holds other files.
+        StorageError: `target` cannot be written; StorageFullError where there is no space left.
     """
     if to not in FORMATS:
         raise SampleError(f"unknown format {to!r}: choose one of {', '.join(FORMATS)}")
@@ -60,6 +66,7 @@ def export(
     norm = None if to_post_norm is None else FinalNorm(to_post_norm)
     layout = FORMATS[to](reader, folder, norm)
     layout.check()
+    layout.begin(overwrite)
     sizes = reader.index.table.sizes.sum(axis=1).tolist()
     total = sum(sizes)
     samples = tokens = nbytes = done = 0

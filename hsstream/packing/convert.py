@@ -7,8 +7,10 @@ writer refuse; a last hidden state of which nobody says whether the norm has bee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +19,7 @@ from hsstream.codecs.fp8 import Fp8
 from hsstream.encoding import PlainTensor, plain_from_codes
 from hsstream.errors import HsStreamError, SampleError, SourceError
 from hsstream.norm import FinalNorm
+from hsstream.packing.facts import facts_beside
 from hsstream.packing.job import Job
 from hsstream.presets import codec_for
 from hsstream.sample import ModelInfo
@@ -25,7 +28,18 @@ from hsstream.sources.base import Item, Loaded, Source, SourceFile
 from hsstream.sources.torchfile import BROKEN
 from hsstream.writer import Prepared, ShardWriter
 
-LAST = "last_hidden_state"
+LAST, AUX = "last_hidden_state", "aux_hidden_states"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """prepared: the encoded sample. padding: rows of padding it came with. dropped: what its file held
+    besides."""
+
+    prepared: Prepared
+    padding: int
+    dropped: tuple[str, ...]
 
 
 class Converter:
@@ -37,22 +51,28 @@ class Converter:
 
     def load(self, file: SourceFile, item: Item) -> Loaded:
         """The sample as the source has it; whatever goes wrong is an HsStreamError."""
-        try:
-            return self._source.load(file, item)
-        except HsStreamError:
-            raise
-        except BROKEN as error:
-            raise SourceError(f"cannot be taken over: {type(error).__name__}: {str(error)[:160]}") from error
+        return _typed(lambda: self._source.load(file, item))
 
-    def model(self, first: Loaded) -> ModelInfo:
-        """Model facts: what the source says, what the user says, and what the first sample shows."""
+    def tokens(self, file: SourceFile, item: Item) -> torch.Tensor | None:
+        """The ids of the sample as they are stored; whatever goes wrong is an HsStreamError."""
+        return _typed(lambda: self._source.tokens(file, item))
+
+    def model(self, first: Loaded, there: ModelInfo | None) -> ModelInfo:
+        """Model facts: what the source says, what the user says, and what the first sample shows.
+
+        there: of a data set that is continued; what nobody says now is as it was.
+        """
+        self._check_effect(first)
         facts = _merged(self._source.facts(), self._job.facts)
-        shown = _widths(first)
+        shown, given = _widths(first), self._job.options.hidden_size
+        if given is not None:
+            facts = _merged(facts, {"hidden_size": given})
         for name, value in shown.items():
             if facts.setdefault(name, value) != value:
                 raise SampleError(
                     f"{name} is {facts[name]} by the source or the options, {value} in its files"
                 )
+        facts = (self._beside(facts, first) if there is None else there.to_dict()) | facts
         if (ids := facts.get("aux_layer_ids")) is not None:
             _check_layers(ids, first)
             facts.setdefault("layer_id_convention", self._source.convention)
@@ -60,21 +80,42 @@ class Converter:
             facts["last_hidden_norm"] = self._final_norm(first)
         return ModelInfo(**facts)
 
-    def prepare(
-        self, writer: ShardWriter, file: SourceFile, item: Item, norm: str | None
-    ) -> tuple[Prepared, int]:
-        """(the encoded sample, how many rows of padding it came with). norm: of the data set."""
+    def _beside(self, facts: Mapping[str, Any], first: Loaded) -> dict[str, Any]:
+        """What lies beside the files, or in the model's own folder where that is named."""
+        folders = [Path(facts["name"])] if "name" in facts else []
+        if self._job.to_post_norm is not None:
+            folders.append(self._job.to_post_norm)
+        captured = first.tensors[AUX].shape[1] if AUX in first.tensors else 0
+        return facts_beside(self._source.root, folders, facts, captured)
+
+    def _check_effect(self, first: Loaded) -> None:
+        """Refuse options that change nothing for a sample like the first."""
+        job, options = self._job, self._job.said
+        last, aux = LAST in first.tensors, AUX in first.tensors
+        without = {
+            "--last-norm": options.last_norm is not None and not last,
+            "--to-post-norm": job.to_post_norm is not None and not last,
+            "--teacher": job.teacher is not None and not last,
+            "--layers": options.layers is not None and not aux,
+            "--layer-convention": "layer_id_convention" in job.facts
+            and not {"aux_layer_ids"} & (job.facts.keys() | self._source.facts().keys()),
+        }
+        for name, idle in without.items():
+            if idle:
+                raise SampleError(f"{name} has no effect on these files: {', '.join(first.tensors)}")
+
+    def prepare(self, writer: ShardWriter, file: SourceFile, item: Item, norm: str | None) -> Converted:
+        """One sample, encoded. norm: of the data set."""
         loaded = self.load(file, item)
-        try:
+
+        def encode() -> Prepared:
             tensors, ready = self._normed(loaded, norm), self._ready(loaded)
             meta = {**loaded.meta, "source": item.origin}
-            prepared = writer.prepare(item.key, tensors, loaded.attention_mask, meta, ready)
-        except HsStreamError:
-            raise
-        except BROKEN as error:
-            raise SourceError(f"cannot be taken over: {type(error).__name__}: {str(error)[:160]}") from error
+            return writer.prepare(item.key, tensors, loaded.attention_mask, meta, ready)
+
+        prepared = _typed(encode)
         rows = max(len(value) for value in loaded.tensors.values())
-        return prepared, loaded.padding + rows - prepared.plain.tokens
+        return Converted(prepared, loaded.padding + rows - prepared.plain.tokens, loaded.dropped)
 
     def _final_norm(self, first: Loaded) -> str:
         """`last_hidden_norm` of the data set."""
@@ -117,6 +158,16 @@ class Converter:
         return ready
 
 
+def _typed(work: Callable[[], Result]) -> Result:
+    """What `work` gives; what the libraries below raise becomes a SourceError."""
+    try:
+        return work()
+    except HsStreamError:
+        raise
+    except BROKEN as error:
+        raise SourceError(f"cannot be taken over: {type(error).__name__}: {str(error)[:160]}") from error
+
+
 def _merged(source: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     facts = dict(source)
     for name, value in given.items():
@@ -126,14 +177,14 @@ def _merged(source: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def _widths(first: Loaded) -> dict[str, int]:
-    for name in (LAST, "aux_hidden_states"):
+    for name in (LAST, AUX):
         if name in first.tensors:
             return {"hidden_size": first.tensors[name].shape[-1]}
     return {}
 
 
 def _check_layers(ids: Any, first: Loaded) -> None:
-    aux = first.tensors.get("aux_hidden_states")
+    aux = first.tensors.get(AUX)
     found = 0 if aux is None else aux.shape[1]
     if len(ids) != found:
         raise SampleError(f"{len(ids)} layer ids are given, the files hold {found} captured layers")

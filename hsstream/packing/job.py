@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,13 @@ class Job:
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
     commit: bool = True
 
+    @property
+    def said(self) -> Options:
+        """The options without a number of layers that only follows from aux_layer_ids."""
+        ids = self.facts.get("aux_layer_ids")
+        follows = ids is not None and self.options.layers == len(ids)
+        return replace(self.options, layers=None) if follows else self.options
+
 
 @dataclass(frozen=True)
 class Bad:
@@ -72,13 +79,20 @@ class Bad:
 
 @dataclass
 class Report:
-    """What a run did. known: samples that an earlier run had sealed; source_bytes: of the files looked at."""
+    """What a run did.
+
+    padding: rows that were cut off. dropped: what files held and the data set does not, by name, with the
+    number of samples. missing: model facts that a trainer will ask for and nothing told. known: samples that
+    an earlier run had sealed; source_bytes: of the files looked at.
+    """
 
     root: str = ""
     format: str = ""
     samples: int = 0
     tokens: int = 0
     padding: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
     known: int = 0
     files: int = 0
     source_bytes: int = 0

@@ -2,19 +2,22 @@
 
 In: which samples came from which file, and the shards that a writer has sealed. Out: source files,
 deleted; never one with a sample that is not in a sealed shard whose every hash has been read back. A file
-with a bad sample stays, and one that has changed since it was read.
+with a bad sample stays, one that has changed since it was read, one that holds what the data set does not,
+and one that is reached through a link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsstream.encoding import seal
 from hsstream.errors import CorruptDataError, StorageError
 from hsstream.packing.feed import Mark, mark_of
+from hsstream.packing.known import SealedSample
 from hsstream.sources.base import SourceFile
+from hsstream.sources.files import is_own
 from hsstream.storage import Store
 from hsstream.verify import verify
 from hsstream.writer import Prepared, ShardWriter
@@ -28,30 +31,31 @@ class _Entry:
     mark: Mark | None
     left: int
     keep: bool = False
+    held: set[str] = field(default_factory=set)
 
 
 class Ledger:
     """Deletes source files as their samples become safe; `settle` after every few appended samples.
 
-    active: False to delete nothing, and remember nothing. note(path, reason): a file that stays although
-    all its samples are sealed. gone(path): it was deleted.
+    root: of the source. active: False to delete nothing, and remember nothing. note(path, reason): a file
+    that stays although all its samples are sealed. gone(path): it was deleted.
     """
 
     def __init__(
         self,
         writer: ShardWriter,
         store: Store,
+        root: Path,
         active: bool,
         note: Callable[[Path, str], None],
         gone: Callable[[Path], None],
     ) -> None:
-        self._writer, self._store, self._active = writer, store, active
+        self._writer, self._store, self._root, self._active = writer, store, root, active
         self._note, self._gone = note, gone
         self._files: dict[Path, _Entry] = {}
         self._waiting: dict[str, _Entry] = {}
         self._settled = 0
         self._verified: set[str] = set()
-        self._found: dict[str, tuple[str, int]] | None = None
         self.deleted = 0
 
     def open(self, file: SourceFile) -> None:
@@ -64,6 +68,11 @@ class Ledger:
         if self._active:
             self._waiting[key] = self._files[file.path]
 
+    def held(self, file: SourceFile, names: Iterable[str]) -> None:
+        """The file holds what the data set does not: it stays, and is named once its samples are done."""
+        if self._active:
+            self._files[file.path].held.update(names)
+
     def keep(self, file: SourceFile) -> None:
         """A sample of this file is bad: the file stays."""
         if self._active:
@@ -74,19 +83,16 @@ class Ledger:
         """The file was not complete after all, and will be read again."""
         self._files.pop(file.path, None)
 
-    def known(self, file: SourceFile, prepared: Prepared) -> None:
+    def known(self, file: SourceFile, prepared: Prepared, sealed: SealedSample) -> None:
         """A sample that an earlier run has sealed; `prepared` from the file as it is now.
 
         The file may go only if that is what is sealed: the two headers hold every hash.
         """
-        shard, xxh3 = self._places()[prepared.plain.key]
-        if seal(prepared.plain).header.xxh3 != xxh3:
-            self._note(
-                file.path, "what is sealed under its key is another sample, or made otherwise: it stays"
-            )
+        if seal(prepared.plain).header.xxh3 != sealed.header_xxh3:
+            self._note(file.path, "what is sealed under its key was made otherwise: it stays")
             self.keep(file)
             return
-        self._verify(shard)
+        self._verify(sealed.shard)
         self._count(self._files[file.path])
 
     def settle(self) -> None:
@@ -106,10 +112,22 @@ class Ledger:
         if entry.left > 0:
             return
         self._files.pop(entry.path, None)
-        if not entry.keep:
-            self._delete(entry)
+        if entry.keep:
+            return
+        if entry.held:
+            names = sorted(entry.held)
+            self._note(
+                entry.path,
+                f"it also holds {', '.join(names)}, which the data set does not: it stays "
+                f"(--drop {' '.join(names)} lets it go)",
+            )
+            return
+        self._delete(entry)
 
     def _delete(self, entry: _Entry) -> None:
+        if not is_own(self._root, entry.path):
+            self._note(entry.path, "it is reached through a link: nothing is deleted there")
+            return
         if entry.mark is None or mark_of(entry.path) != entry.mark:
             self._note(entry.path, "the file has changed since it was read: it stays")
             return
@@ -131,13 +149,3 @@ class Ledger:
                 "of its samples was deleted"
             )
         self._verified.add(shard)
-
-    def _places(self) -> dict[str, tuple[str, int]]:
-        """Shard and header hash of every sample that was there before."""
-        if self._found is None:
-            self._found = {}
-            for name, index in self._writer.found().items():
-                hashes = index.table.hashes["header_xxh3"].tolist()
-                for key, xxh3 in zip(index.table.keys, hashes, strict=True):
-                    self._found.setdefault(key, (name, xxh3))
-        return self._found

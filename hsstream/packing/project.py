@@ -5,7 +5,7 @@ In: a `Job`. Out: a `Projection`. Refused: a source in which none of the files l
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class Projection:
     """source: format, number and bytes of its files, samples in all. looked_at: samples that were read,
     with their mean tokens, the part of their rows that is padding, and their tensors as text. stored_bytes:
     of all samples at this codec. free: bytes at the destination, None where unknown or none was given.
-    bad: files looked at that cannot be read, with the first reason.
+    dropped: what samples looked at hold and the data set would not, by name, with their number. bad: files
+    looked at that cannot be read, with the first reason.
     """
 
     source: str
@@ -47,6 +48,7 @@ class Projection:
     codec: str
     stored_bytes: int
     free: int | None
+    dropped: dict[str, int]
     bad: int
     first_bad: str | None
 
@@ -69,6 +71,7 @@ class _Sums:
     rows: int = 0
     source: float = 0.0
     stored: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
 
 
 def project(job: Job, store: Store | None = None) -> Projection:
@@ -77,6 +80,7 @@ def project(job: Job, store: Store | None = None) -> Projection:
     # Masks weigh next to nothing: the data set they lie in is not asked for here.
     options = replace(job.options, all_supervised=True)
     source = open_source(job.source, job.format, options)
+    source.check_options(job.said)
     convert = Converter(source, replace(job, options=options, to_post_norm=None))
     files = list(source.files())
     sums, tensors, bad = _Sums(), [], []
@@ -103,6 +107,7 @@ def project(job: Job, store: Store | None = None) -> Projection:
         codec=codec_text(job.codec),
         stored_bytes=round(sums.stored / sums.source * total),
         free=None if store is None else store.free_bytes(),
+        dropped=sums.dropped,
         bad=len(bad),
         first_bad=bad[0] if bad else None,
     )
@@ -135,6 +140,8 @@ def _look(convert: Converter, job: Job, file: SourceFile, item: Item, sums: _Sum
     sums.stored += pieces + len(record.header_bytes) + members * (TAR_BLOCK * 3 // 2)
     sums.source += file.nbytes / len(file.items)
     sums.samples += 1
+    for name in loaded.dropped:
+        sums.dropped[name] = sums.dropped.get(name, 0) + 1
     sums.tokens += sample.tokens
     sums.rows += loaded.padding + max(len(value) for value in loaded.tensors.values())
     return [_described(name, value) for name, value in sample.tensors.items() if name in HIDDEN_STATES]

@@ -14,34 +14,44 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
 from hsstream.errors import HsStreamError, SampleError, SchemaMismatchError, SourceError, StorageError
+from hsstream.manifest import read_shard_index
 from hsstream.ordered import ordered
-from hsstream.packing.convert import Converter
+from hsstream.packing.convert import Converted, Converter
+from hsstream.packing.facts import missing_facts
 from hsstream.packing.feed import Watch
 from hsstream.packing.job import Bad, Follow, Job, Progress, Report
+from hsstream.packing.known import KnownSamples, hash_of_ids
 from hsstream.packing.ledger import Ledger
 from hsstream.packing.opening import check_job, open_job_source, open_writer
 from hsstream.sample import ModelInfo
 from hsstream.sources.base import Item, Source, SourceFile
 from hsstream.sources.detect import EmptySourceError
 from hsstream.storage import Store, open_store
-from hsstream.writer import Prepared, ShardWriter
+from hsstream.writer import ShardWriter
 
 #: Files that may be unreadable before a source counts as unreadable.
 FIRST_FILES = 100
+#: What comparing a file with a sealed sample reads of it, about.
+KNOWN_BYTES = 64 << 10
 _Entry = tuple[SourceFile, Item]
-_Result = tuple[Prepared, int]
 
 
-def pack(job: Job, progress: Progress | None = None, stop: threading.Event | None = None) -> Report:
+def pack(
+    job: Job,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Report:
     """Run a job to its end, or, following a program, until `stop` is set.
 
-    progress: called with the bytes of source files done and in all.
+    progress: called with the bytes of source files done and in all. notice: called, before any file is
+    deleted, with every model fact that a trainer will ask for and nothing tells.
     """
     check_job(job)
     store = open_store(job.root, job.storage_options)
@@ -57,18 +67,26 @@ def pack(job: Job, progress: Progress | None = None, stop: threading.Event | Non
             return Report(store.url)
     if source is None:
         return Report(store.url, job.format)
-    return _Run(job, source, store, progress, stop).run()
+    return _Run(job, source, store, progress, stop, notice).run()
 
 
 class _Run:
     """One run over an open source."""
 
     def __init__(
-        self, job: Job, source: Source, store: Store, progress: Progress | None, stop: threading.Event
+        self,
+        job: Job,
+        source: Source,
+        store: Store,
+        progress: Progress | None,
+        stop: threading.Event,
+        notice: Callable[[str], None] | None,
     ) -> None:
         self._job, self._source, self._store, self._progress = job, source, store, progress
         self._convert = Converter(source, job)
         self._report = Report(store.url, source.format)
+        self._notice = notice or (lambda _: None)
+        source.check_options(job.said)
         self._follow = job.follow
         if self._follow is not None and not source.live:
             raise SampleError(
@@ -111,7 +129,11 @@ class _Run:
                 if len(failed) == FIRST_FILES:
                     break
                 continue
-            return self._convert.model(loaded)
+            model = self._convert.model(loaded, self._there())
+            self._report.missing = missing_facts(model, loaded)
+            for text in self._report.missing:
+                self._notice(text)
+            return model
         if not self._has_shards():
             self._report.bad = failed
         return None
@@ -122,17 +144,28 @@ class _Run:
         # A watch of its own: what it gives out is only looked at.
         return Watch(self._source, self._follow, self._watch.stop).files()
 
+    def _there(self) -> ModelInfo | None:
+        """Model facts of the data set that is continued."""
+        shards = [name for name in self._store.names() if name.endswith(".tar")]
+        return read_shard_index(self._store, shards[0]).info.model if shards else None
+
     def _has_shards(self) -> bool:
         return any(name.endswith(".tar") for name in self._store.names())
 
     def _pack(self, writer: ShardWriter, model: ModelInfo | None) -> None:
         model = model or (writer.info.model if writer.info else None)
         self._norm = model.last_hidden_norm if model else None
-        self._ledger = Ledger(writer, self._store, self._job.delete_source, self._note, self._watch.gone)
+        self._known = KnownSamples(writer)
+        self._ledger = Ledger(
+            writer, self._store, self._source.root, self._job.delete_source, self._note, self._watch.gone
+        )
         self._measure()
 
-        def work(entry: _Entry) -> _Result:
-            return self._convert.prepare(writer, *entry, self._norm)
+        def work(entry: _Entry) -> Converted | int:
+            file, item = entry
+            if item.key in writer and not self._job.delete_source:
+                return hash_of_ids(self._convert.tokens(file, item))
+            return self._convert.prepare(writer, file, item, self._norm)
 
         for done in ordered(work, self._entries(writer), self._job.workers, "pack"):
             if done is None:
@@ -169,35 +202,62 @@ class _Run:
             return None
         if item.key in writer:
             self._report.known += 1
-            # Only a file that may be deleted is looked into again.
-            if not self._job.delete_source or not file.path.exists():
+            if not file.path.exists():
                 return None
+            if not self._job.delete_source:
+                # Only its ids are read.
+                share = min(share, KNOWN_BYTES)
         self._mine.add(item.key)
         return (file, item), share
 
-    def _take(self, writer: ShardWriter, entry: _Entry, future: Future[_Result]) -> None:
+    def _take(self, writer: ShardWriter, entry: _Entry, future: Future[Converted | int]) -> None:
         file, item = entry
-        known = item.key in writer
+        if item.key in writer:
+            self._compare(file, item, future)
+            return
         try:
-            prepared, padding = future.result()
+            done = future.result()
         except HsStreamError as error:
-            if known:
-                self._ledger.keep(file)
-                self._note(file.path, f"its sample is sealed, but the file cannot be compared: {error}")
-            elif not self._again(file, item):
+            if not self._again(file, item):
                 self._bad(file, item, error)
             return
-        if known:
-            self._ledger.known(file, prepared)
+        if isinstance(done, int):
             return
-        writer.append(prepared, in_step=True)
+        writer.append(done.prepared, in_step=True)
         self._ledger.appended(file, item.key)
+        self._drop(file, done)
         self._unsealed += 1
         report = self._report
-        report.samples, report.tokens = report.samples + 1, report.tokens + prepared.plain.tokens
-        report.padding += padding
+        report.samples, report.tokens = report.samples + 1, report.tokens + done.prepared.plain.tokens
+        report.padding += done.padding
         self._ledger.settle()
         self._show(writer)
+
+    def _compare(self, file: SourceFile, item: Item, future: Future[Converted | int]) -> None:
+        """A file whose key an earlier run has sealed: is it the same sample?"""
+        try:
+            done = future.result()
+        except HsStreamError as error:
+            self._ledger.keep(file)
+            self._note(file.path, f"its sample is sealed, but the file cannot be compared: {error}")
+            return
+        try:
+            ids = done if isinstance(done, int) else done.prepared.facts.ids_xxh3
+            sealed = self._known.same(item.key, ids)
+        except SourceError as error:
+            self._report.known -= 1
+            self._bad(file, item, error)
+            return
+        if not isinstance(done, int):
+            self._drop(file, done)
+            self._ledger.known(file, done.prepared, sealed)
+
+    def _drop(self, file: SourceFile, done: Converted) -> None:
+        """Count what the file holds and the data set does not."""
+        for name in done.dropped:
+            self._report.dropped[name] = self._report.dropped.get(name, 0) + 1
+        if held := set(done.dropped) - self._job.options.drop:
+            self._ledger.held(file, held)
 
     def _again(self, file: SourceFile, item: Item) -> bool:
         """Whether a file of a running program is to be tried once more."""

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hsstream.errors import SampleError, SourceError, StorageError
+from hsstream.errors import SampleError, SourceError
 from hsstream.storage import local_path
+from hsstream.storage.posix import typed
 
 COLUMNS = ("input_ids", "loss_mask")
 
@@ -35,6 +36,11 @@ class ArrowRows:
             raise SampleError(
                 f"{path}: no column {', '.join(missing)}: give the preprocessed data set itself"
             )
+        try:
+            # Every offset into the values: a file that was cut or changed must not be read past its end.
+            loaded.data.table.select(list(COLUMNS)).validate(full=True)
+        except (OSError, ValueError, AttributeError) as error:
+            raise SampleError(f"{path}: broken: {str(error)[:160]}") from None
         self._rows = loaded.with_format("numpy", columns=list(COLUMNS))
         self._lock = threading.Lock()
 
@@ -66,15 +72,14 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]], scratch: Path) -> Non
     shown = not library.are_progress_bars_disabled()
     library.disable_progress_bars()
     try:
-        with ArrowWriter(path=str(scratch / "rows.arrow"), features=library.Features(kinds)) as writer:
-            for row in rows:
-                writer.write(row)
-            writer.finalize()
-        made = library.Dataset.from_file(str(scratch / "rows.arrow"))
-        # Its reader compares rows as tensors, and takes the format from what was saved.
-        made.with_format("torch").save_to_disk(str(path))
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error}") from error
+        with typed("write", path):
+            with ArrowWriter(path=str(scratch / "rows.arrow"), features=library.Features(kinds)) as writer:
+                for row in rows:
+                    writer.write(row)
+                writer.finalize()
+            made = library.Dataset.from_file(str(scratch / "rows.arrow"))
+            # Its reader compares rows as tensors, and takes the format from what was saved.
+            made.with_format("torch").save_to_disk(str(path))
     finally:
         if shown:
             library.enable_progress_bars()

@@ -1,9 +1,10 @@
 """What a source is: samples that another program left on disk, in canonical names and shapes.
 
 In: a directory (or one file) and what the user knows about it (`Options`). Out: `SourceFile`s in a stable
-order, each with its samples (`Item`), and one `Loaded` sample at a time. Listing opens a file only where
-it holds several samples. Refused with SourceError, naming the file: whatever is broken or not what the
-format promises; with SampleError: options that are missing or contradict the files.
+order, each with its samples (`Item`), and one `Loaded` sample at a time; what a file holds besides is named
+in it. Listing opens a file only where it holds several samples. Refused with SourceError, naming the file:
+whatever is broken or not what the format promises; with SampleError: options that are missing, without
+effect, or contradict the files.
 
 A key follows the file (and row) it came from and nothing else, so a second run finds it again whatever
 was packed, deleted or added in between.
@@ -12,20 +13,31 @@ was packed, deleted or added in between.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from hsstream.codecs.base import Codes
 from hsstream.errors import SampleError, SourceError
-from hsstream.sources.files import key_of, shown, walk
+from hsstream.sample import prepare_sample
+from hsstream.sources.files import key_of, prefixed, shown, walk
+from hsstream.sources.record import Record
+from hsstream.sources.shapes import mask_or_refuse, real_tokens, tensor
+from hsstream.sources.torchfile import opened_dict
 
 LAYER_OUTPUT = "layer_output_0based"
 HF_INDEX = "hf_hidden_states_index"
+ATTENTION = "attention_mask"
+#: Metadata that packing itself adds.
+RESERVED_META = frozenset(("source",))
+#: Options that only some formats have a use for.
+_FORMAT_OPTIONS = frozenset(
+    ("last_norm", "layers", "hidden_size", "arrow", "all_supervised", "ttt_length", "pad_id")
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,9 @@ class Options:
     last_norm: `pre` or `post`, how `last_hidden_state` was captured. layers: number of captured layers;
     hidden_size: their width; one of the two where the files hold neither. arrow: the preprocessed data
     set that speculators' masks lie in. all_supervised: take every token as supervised where there is no
-    mask. ttt_length: unrolled steps of the training, which decide how much padding may be cut off.
-    mapped: map files instead of reading them; False where a running program may still change them.
+    mask. ttt_length: unrolled steps of the training (7 unless given), which decide how much padding may be
+    cut off; pad_id: the id that padding has. prefix: put before every key. drop: names that are left out;
+    rename: names to take as others.
     """
 
     last_norm: str | None = None
@@ -44,8 +57,11 @@ class Options:
     hidden_size: int | None = None
     arrow: Path | None = None
     all_supervised: bool = False
-    ttt_length: int = 7
-    mapped: bool = True
+    ttt_length: int | None = None
+    pad_id: int | None = None
+    prefix: str | None = None
+    drop: frozenset[str] = frozenset()
+    rename: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,8 @@ class Loaded:
 
     attention_mask [S]: padding that the writer cuts off. norm: `pre` or `post` where the file itself says
     how its last hidden state was captured. padding: rows that were cut off already. codes: by tensor, the
-    e4m3fn codes that its values were dequantised from, one `Codes` a member.
+    e4m3fn codes that its values were dequantised from, one `Codes` a member. dropped: names of what the
+    file holds and the sample does not.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -81,6 +98,18 @@ class Loaded:
     norm: str | None = None
     padding: int = 0
     codes: dict[str, list[Codes]] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is read of a sample before its states: ids and loss mask [T], the attention mask where there is
+    one, and how many of the T tokens are kept by the rule for unmarked padding."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    attention: torch.Tensor | None
+    kept: int
 
 
 class Source(ABC):
@@ -88,7 +117,7 @@ class Source(ABC):
 
     format: ClassVar[str]
     """Its name on the command line."""
-    suffixes: ClassVar[tuple[str, ...]]
+    suffixes: tuple[str, ...]
     """What the names of its files end in."""
     last_norm: ClassVar[str | None] = None
     """How this producer captures the last hidden state; None where it differs from run to run."""
@@ -96,6 +125,16 @@ class Source(ABC):
     """How this producer counts layers."""
     live: ClassVar[bool] = True
     """Whether files can be taken over while others are still being written."""
+    names: ClassVar[frozenset[str]]
+    """What its files may hold; names close to one of these are asked about."""
+    uses: ClassVar[frozenset[str]]
+    """Options of `Options` that this format has a use for, beside `prefix`, `drop` and `rename`."""
+    ids: ClassVar[str] = "input_ids"
+    """Its name for the token ids."""
+    unmasked: ClassVar[str] = ""
+    """What is said where a file has no loss mask."""
+    unmarked_padding: ClassVar[bool] = False
+    """Whether files may hold padding that nothing marks."""
 
     def __init__(self, root: Path, options: Options) -> None:
         self.root, self.options = root, options
@@ -118,11 +157,64 @@ class Source(ABC):
 
     def item(self, path: Path) -> Item:
         """The sample of a file that holds one."""
-        return Item(key_of(self.root, path, self.suffixes), shown(self.root, path))
+        return self.named(key_of(self.root, path, self.suffixes), shown(self.root, path))
 
-    @abstractmethod
+    def named(self, key: str, origin: str, row: int = 0) -> Item:
+        """An item, its key with the caller's prefix."""
+        return Item(prefixed(key, self.options.prefix), origin, row)
+
     def load(self, file: SourceFile, item: Item) -> Loaded:
         """One sample. Safe in several threads."""
+        with self._opened(file, item) as record:
+            loaded = self._loaded(record, file)
+            left = [name for name in record.left() if not self._noted(record, name, loaded)]
+        loaded.dropped = tuple(str(name)[:80] for name in left)
+        return loaded
+
+    def tokens(self, file: SourceFile, item: Item) -> torch.Tensor | None:
+        """Its ids as they are stored, int32 [S], without reading states; None where it has none."""
+        with self._opened(file, item) as record:
+            if self.ids not in record:
+                return None
+            head = self._head(record, file)
+        real = None if head.attention is None else head.attention[: head.kept]
+        return prepare_sample("s", {"input_ids": head.ids[: head.kept]}, real).tensors["input_ids"]
+
+    @contextmanager
+    def record(self, file: SourceFile, item: Item) -> Iterator[Record]:  # noqa: ARG002
+        """The sample's values by name, while the block lasts."""
+        with opened_dict(file.path) as record:
+            yield record
+
+    @abstractmethod
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:
+        """The sample in a record."""
+
+    def _head(self, record: Record, file: SourceFile) -> Head:  # noqa: ARG002
+        ids = tensor(record, self.ids, 1, batch=True)
+        mask = mask_or_refuse(record, len(ids), self.options.all_supervised, self.unmasked)
+        attention = tensor(record, ATTENTION, 1, batch=True) if ATTENTION in record else None
+        if attention is not None or not self.unmarked_padding:
+            return Head(ids, mask, attention, len(ids))
+        return Head(ids, mask, None, real_tokens(ids, mask, self.options.ttt_length, self.options.pad_id))
+
+    @contextmanager
+    def _opened(self, file: SourceFile, item: Item) -> Iterator[Record]:
+        with self.record(file, item) as record:
+            record.rename(self.options.rename)
+            record.set_aside(self.options.drop)
+            record.ask_about(self.names, self.options.rename.values())
+            yield record
+
+    def _noted(self, record: Record, name: Any, loaded: Loaded) -> bool:
+        """Whether something that no format knows can go along as metadata: text and numbers."""
+        if name in self.options.drop or not isinstance(name, str) or name in RESERVED_META:
+            return False
+        value = record.plain(name)
+        if value is None or name in loaded.meta:
+            return False
+        loaded.meta[name] = value
+        return True
 
     def facts(self) -> dict[str, Any]:
         """Model facts that the source records beside its samples."""
@@ -140,116 +232,17 @@ class Source(ABC):
             )
         return loaded.norm or given or self.last_norm
 
+    def check_options(self, options: Options) -> None:
+        """Refuse options that this format has no use for."""
+        given = {f.name for f in fields(options) if getattr(options, f.name) != f.default}
+        for name in sorted(given & _FORMAT_OPTIONS - self.uses):
+            raise SampleError(
+                f"--{name.replace('_', '-')} has no effect on {self.format} files: leave it out"
+            )
+
     def _sized(self) -> Iterator[tuple[Path, int]]:
         for path in self.paths():
             try:
                 yield path, path.stat().st_size
             except OSError:
                 yield path, 0
-
-
-def tensor(record: Mapping[str, Any], name: str, axes: int, batch: bool = False) -> torch.Tensor:
-    """`record[name]` with that many axes; `batch`: a leading axis of 1 is allowed and dropped."""
-    value = record.get(name)
-    if not isinstance(value, torch.Tensor):
-        found = "nothing" if value is None else type(value).__name__
-        raise SourceError(f"expected the tensor {name}, found {found}; keys: {listed(record)}")
-    shape = list(value.shape)
-    if batch and value.ndim == axes + 1 and shape[0] == 1:
-        value = value[0]
-    if value.ndim != axes:
-        lead = "[1, ...] of " if batch else ""
-        raise SourceError(f"{name} has shape {shape}, expected {lead}{axes} axes")
-    return value
-
-
-def listed(record: Mapping[Any, Any]) -> str:
-    """The first few keys of a record, for messages."""
-    names = [str(name)[:40] for name in list(record)[:8]]
-    return ", ".join(names) + (", ..." if len(record) > 8 else "")
-
-
-def require_rows(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse states that do not have one row for every token, and say what usually causes it."""
-    tokens = tensors["input_ids"].numel()
-    for name, value in tensors.items():
-        rows = len(value) if value.ndim else 0
-        if rows < tokens:
-            raise SourceError(
-                f"{name} has {rows} rows for {tokens} tokens, {tokens - rows} too few: a prefix cache or "
-                "chunked prefill cut the capture; capture it again with both switched off"
-            )
-        if rows > tokens:
-            raise SourceError(
-                f"{name} has {rows} rows for {tokens} tokens, {rows - tokens} too many: states of another "
-                "request, or of generated tokens whose ids are missing"
-            )
-
-
-def split_layers(flat: torch.Tensor, name: str, width: int | None, layers: int | None) -> torch.Tensor:
-    """[S, L * H] to [S, L, H] by the width H (of the last hidden state, say) or the number of layers L."""
-    total = flat.shape[-1]
-    if width is None and layers is None:
-        raise SampleError(
-            f"{name} is {total} wide and nothing says of how many layers: give --layers or --hidden-size"
-        )
-    width = width or total // (layers or 1)
-    if width == 0 or total % width or (layers is not None and total != layers * width):
-        expected = f"{layers} layers" if layers else "whole layers"
-        raise SourceError(f"{name} is {total} wide, which is not {expected} of {width}: is a layer missing?")
-    return flat.reshape(len(flat), total // width, width)
-
-
-def cut(tensors: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-    """The first `tokens` rows of every tensor."""
-    return {name: value[:tokens] for name, value in tensors.items()}
-
-
-def real_tokens(input_ids: torch.Tensor, loss_mask: torch.Tensor, ttt_length: int) -> int:
-    """How many tokens to keep of a sample that was padded on the right with id 0 and mask 0.
-
-    Nothing marks the padding, and 0 may be a real id. Step k at position t is trained towards token
-    t + 1 + k, so rows further behind the last supervised one than the steps reach change no target.
-    """
-    used = _last(input_ids) + 1
-    supervised = _last(loss_mask)
-    reach = supervised + 1 + ttt_length if supervised >= 0 else 0
-    kept = min(len(input_ids), max(used, reach))
-    if kept == 0:
-        raise SourceError(f"all {len(input_ids)} tokens are padding (id 0, mask 0)")
-    return kept
-
-
-def _last(values: torch.Tensor) -> int:
-    # numpy, several times as fast as torch on few values; it has no bfloat16
-    found = (values.float() if values.dtype.is_floating_point else values).numpy()
-    if len(found) and found[-1]:
-        return len(found) - 1
-    places = np.flatnonzero(found)
-    return int(places[-1]) if len(places) else -1
-
-
-def mask_or_refuse(
-    record: Mapping[str, Any], tokens: int, options: Options, why: str, batch: bool = False
-) -> torch.Tensor:
-    """The stored loss mask [S], or all ones where the caller allows that."""
-    if record.get("loss_mask") is not None:
-        return tensor(record, "loss_mask", 1, batch)
-    if options.all_supervised:
-        return torch.ones(tokens, dtype=torch.uint8)
-    raise SampleError(f"there is no loss mask: {why}, or say --all-supervised")
-
-
-def canonical(
-    ids: torch.Tensor, mask: torch.Tensor, aux: torch.Tensor | None, last: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """The canonical tensors that are there, every one with a row for every token."""
-    parts: Sequence[tuple[str, torch.Tensor | None]] = (
-        ("input_ids", ids),
-        ("loss_mask", mask),
-        ("aux_hidden_states", aux),
-        ("last_hidden_state", last),
-    )
-    tensors = {name: value for name, value in parts if value is not None}
-    require_rows(tensors)
-    return tensors

@@ -3,13 +3,11 @@
 An entry of `samples.idx` is 56 little-endian bytes: sample id, shard id, S, and the offsets of `input_ids`
 (int32), `attention_mask` and `loss_mask` (uint8), `target_hidden_states` [S, L*H] and
 `target_last_hidden_states` [S, H] (bfloat16, the last after the final norm). No padding. The manifest is
-written last, so a cache is taken over when it is whole.
+written last, so a cache is taken over when it is whole. Its counts and dtypes must be those of the files.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hsstream.errors import SampleError, SourceError
-from hsstream.sources.base import Item, Loaded, Options, Source, SourceFile, canonical, split_layers
+from hsstream.sources.base import Item, Loaded, Options, Source, SourceFile
+from hsstream.sources.content import opened
 from hsstream.sources.files import shown
+from hsstream.sources.manifest import integers, read_json
+from hsstream.sources.record import Record
+from hsstream.sources.shapes import canonical, split_layers, tensor
 
 RECORD = np.dtype(
     [
@@ -30,24 +33,19 @@ RECORD = np.dtype(
         ("input_ids", "<u8"),
         ("attention_mask", "<u8"),
         ("loss_mask", "<u8"),
-        ("aux", "<u8"),
-        ("last", "<u8"),
+        ("target_hidden_states", "<u8"),
+        ("target_last_hidden_states", "<u8"),
     ]
 )
-MAX_MANIFEST = 64 << 20
-
-
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """A small JSON object beside the data; SampleError where it is none."""
-    try:
-        if path.stat().st_size > MAX_MANIFEST:
-            raise SampleError(f"{path}: {path.stat().st_size} bytes are no manifest of {what}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SampleError(f"{path}: not the manifest of {what}: {str(error)[:120]}") from None
-    if not isinstance(value, dict):
-        raise SampleError(f"{path}: not the manifest of {what}: no JSON object")
-    return value
+_ARRAYS = tuple(RECORD.names or ())[3:]
+#: What a manifest of version 2 says of all its files.
+_SAID = {
+    "version": 2,
+    "hidden_dtype": "bfloat16",
+    "token_dtype": "int32",
+    "mask_dtype": "uint8",
+    "index_record_size": RECORD.itemsize,
+}
 
 
 class DeepSpec(Source):
@@ -57,17 +55,15 @@ class DeepSpec(Source):
     suffixes = (".bin",)
     last_norm = "post"
     live = False
+    names = frozenset(_ARRAYS)
+    uses = frozenset(("last_norm",))
 
     def __init__(self, root: Path, options: Options) -> None:
         super().__init__(root, options)
-        manifest = read_json(root / "manifest.json", "a DeepSpec cache")
-        if manifest.get("version") != 2:
-            raise SampleError(
-                f"{root}: DeepSpec cache of version {manifest.get('version')!r:.40}, expected 2"
-            )
-        self._manifest = manifest
-        self._names, self._layers, self._width = _shape(manifest, root)
+        self._manifest = read_json(root / "manifest.json", "a DeepSpec cache")
+        self._names, self._layers, self._width = _shape(self._manifest, root)
         self._records = _records(root / "samples.idx")
+        _check_index(self._manifest, self._names, self._records, (self._width, len(self._layers)), root)
 
     def facts(self) -> dict[str, Any]:
         """The model, its layers and width, as the manifest has them."""
@@ -79,7 +75,7 @@ class DeepSpec(Source):
         """The shards in their order, each with its samples in the order of the index."""
         shards = self._records["shard_id"]
         for shard in np.unique(shards).tolist():
-            path = self.root / self._names.get(shard, f"shard-{shard:05d}.bin")
+            path = self.root / self._names[shard]
             rows = np.flatnonzero(shards == shard).tolist()
             items = tuple(self._item(path, row) for row in rows)
             yield SourceFile(path, path.stat().st_size if path.is_file() else 0, items)
@@ -90,33 +86,50 @@ class DeepSpec(Source):
 
     def _item(self, path: Path, row: int) -> Item:
         number = int(self._records["sample_id"][row])
-        return Item(f"sample-{number}", f"{shown(self.root, path)}#{number}", row)
+        return self.named(f"sample-{number}", f"{shown(self.root, path)}#{number}", row)
 
-    def load(self, file: SourceFile, item: Item) -> Loaded:
-        """One sample, read at its five places."""
-        entry, count = self._records[item.row], len(self._layers)
-        tokens, width = int(entry["tokens"]), self._width
-        sizes = {"input_ids": 4, "loss_mask": 1, "aux": 2 * width * count, "last": 2 * width}
-        with _opened(file.path) as descriptor:
-            # The index is untrusted: no more is allocated than the file can fill.
-            if not 0 < tokens * (1 + sum(sizes.values())) <= os.fstat(descriptor).st_size:
-                raise SourceError(f"the index claims {tokens} tokens, {file.path.name} cannot hold them")
-            raw = {n: _pread(descriptor, int(entry[n]), size * tokens) for n, size in sizes.items()}
-            real = _pread(descriptor, int(entry["attention_mask"]), tokens)
-        ids = torch.frombuffer(raw["input_ids"], dtype=torch.int32)
-        aux = torch.frombuffer(raw["aux"], dtype=torch.bfloat16).view(tokens, -1) if count else None
-        last = torch.frombuffer(raw["last"], dtype=torch.bfloat16).view(tokens, width)
-        layers = None if aux is None else split_layers(aux, "target_hidden_states", width, count)
-        mask = torch.frombuffer(raw["loss_mask"], dtype=torch.uint8)
-        return Loaded(canonical(ids, mask, layers, last), torch.frombuffer(real, dtype=torch.uint8))
+    @contextmanager
+    def record(self, file: SourceFile, item: Item) -> Iterator[Record]:
+        """The arrays of one sample, read at their places."""
+        entry, kinds = self._records[item.row], self._kinds()
+        tokens = int(entry["tokens"])
+        with opened(file.path) as content:
+
+            def read(name: str) -> torch.Tensor:
+                dtype, width = kinds[name]
+                size = tokens * width * dtype.itemsize
+                if not size:
+                    return torch.empty(0, dtype=dtype)
+                return torch.frombuffer(content.read(int(entry[name]), size), dtype=dtype)
+
+            yield Record(_ARRAYS, read)
+
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:
+        """One sample."""
+        head = self._head(record, file)
+        flat = tensor(record, "target_hidden_states", 1).view(len(head.ids), -1)
+        last = tensor(record, "target_last_hidden_states", 1).view(-1, self._width)
+        count = len(self._layers)
+        aux = split_layers(flat, "target_hidden_states", self._width, count) if count else None
+        return Loaded(canonical(head.ids, head.mask, aux, last), head.attention)
+
+    def _kinds(self) -> dict[str, tuple[torch.dtype, int]]:
+        """dtype and values a token of every array."""
+        widths = (1, 1, 1, self._width * len(self._layers), self._width)
+        dtypes = (torch.int32, torch.uint8, torch.uint8, torch.bfloat16, torch.bfloat16)
+        return dict(zip(_ARRAYS, zip(dtypes, widths, strict=True), strict=True))
 
 
 def _shape(manifest: dict[str, Any], root: Path) -> tuple[dict[int, str], tuple[int, ...], int]:
     """(file name of every shard, layer ids, hidden size) of an untrusted manifest."""
-    layers, width = manifest.get("target_layer_ids"), manifest.get("hidden_size")
+    for fact, wanted in _SAID.items():
+        if manifest.get(fact) != wanted:
+            raise SampleError(
+                f"{root}: the DeepSpec manifest has {fact} {manifest.get(fact)!r:.40}, expected {wanted!r}"
+            )
+    layers, width = integers(manifest.get("target_layer_ids")), manifest.get("hidden_size")
     shards = manifest.get("shards")
-    good = isinstance(layers, list) and all(type(each) is int for each in layers)
-    if not good or type(width) is not int or not 0 < width < 1 << 24 or not isinstance(shards, list):
+    if layers is None or type(width) is not int or not 0 < width < 1 << 24 or not isinstance(shards, list):
         raise SampleError(f"{root}: the DeepSpec manifest lacks target_layer_ids, hidden_size or shards")
     names = {}
     for shard in shards:
@@ -124,41 +137,38 @@ def _shape(manifest: dict[str, Any], root: Path) -> tuple[dict[int, str], tuple[
         if not isinstance(name, str) or Path(name).name != name or type(shard.get("shard_id")) is not int:
             raise SampleError(f"{root}: the DeepSpec manifest has a broken list of shards")
         names[shard["shard_id"]] = name
-    return names, tuple(layers), width  # type: ignore[arg-type]
+    return names, layers, width
 
 
-def _records(path: Path) -> Any:
+def _records(path: Path) -> NDArray[Any]:
     try:
-        size = path.stat().st_size
-        if size % RECORD.itemsize:
-            raise SampleError(f"{path}: {size} bytes are no whole entries of {RECORD.itemsize}: it was cut")
-        return np.fromfile(path, RECORD)
-    except OSError as error:
-        raise SampleError(f"{path}: cannot be read: {error.strerror or error}") from None
+        with opened(path) as content:
+            if content.size % RECORD.itemsize:
+                raise SourceError(f"{content.size} bytes are no entries of {RECORD.itemsize}: it was cut")
+            return np.frombuffer(content.read(0, content.size), RECORD)
+    except SourceError as error:
+        raise SampleError(f"{path}: {error}") from None
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise SourceError(f"{path.name}: cannot be read: {error.strerror or error}") from None
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _pread(descriptor: int, offset: int, size: int) -> bytearray:
-    """Exactly `size` bytes; SourceError where the file ends before."""
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        try:
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-        except (OSError, OverflowError) as error:
-            raise SourceError(f"cannot be read at byte {offset + done}: {error}") from None
-        if count == 0:
-            raise SourceError(f"the shard ends at byte {offset + done}, the index needs {offset + size}")
-        done += count
-    return data
+def _check_index(
+    manifest: dict[str, Any], names: dict[int, str], records: NDArray[Any], sizes: tuple[int, int], root: Path
+) -> None:
+    """Refuse an index that is not the manifest's, or whose samples share bytes of a shard."""
+    width, layers = sizes
+    said = (manifest.get("num_samples"), manifest.get("num_shards"))
+    if said != (len(records), len(names)):
+        raise SampleError(
+            f"{root}: the DeepSpec manifest counts {said[0]!r:.20} samples in {said[1]!r:.20} shards, "
+            f"samples.idx has {len(records)} entries, and its own list {len(names)} shards"
+        )
+    unknown = sorted(set(np.unique(records["shard_id"]).tolist()) - names.keys())
+    if unknown:
+        raise SampleError(f"{root}: samples.idx names shard {unknown[0]}, the manifest does not")
+    widths = (4, 1, 1, 2 * width * layers, 2 * width)
+    starts = np.stack([records[name] for name in _ARRAYS], axis=1).astype(np.float64)
+    stops = starts + records["tokens"][:, None] * np.array(widths, np.float64)
+    shards = np.repeat(records["shard_id"], len(_ARRAYS))
+    order = np.lexsort((stops.ravel(), starts.ravel(), shards))
+    follows = shards[order][1:] == shards[order][:-1]
+    if (follows & (starts.ravel()[order][1:] < stops.ravel()[order][:-1])).any():
+        raise SampleError(f"{root}: samples.idx has samples whose bytes overlap")

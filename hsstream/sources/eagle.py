@@ -6,8 +6,9 @@ captured layers, no padding.
 
 from __future__ import annotations
 
-from hsstream.sources.base import Item, Loaded, Source, SourceFile, canonical, mask_or_refuse, tensor
-from hsstream.sources.torchfile import load_dict
+from hsstream.sources.base import Loaded, Source, SourceFile
+from hsstream.sources.record import Record
+from hsstream.sources.shapes import canonical, tensor
 
 
 class Eagle(Source):
@@ -16,10 +17,12 @@ class Eagle(Source):
     format = "eagle"
     suffixes = (".ckpt",)
     last_norm = "post"
+    names = frozenset(("input_ids", "loss_mask", "attention_mask", "hidden_state"))
+    uses = frozenset(("last_norm", "all_supervised"))
+    unmasked = "EAGLE always stores one"
 
-    def load(self, file: SourceFile, item: Item) -> Loaded:  # noqa: ARG002
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:
         """One sample."""
-        record = load_dict(file.path, self.options.mapped)
-        ids = tensor(record, "input_ids", 1, batch=True)
-        mask = mask_or_refuse(record, len(ids), self.options, "EAGLE always stores one", batch=True)
-        return Loaded(canonical(ids, mask, None, tensor(record, "hidden_state", 2, batch=True)))
+        head = self._head(record, file)
+        last = tensor(record, "hidden_state", 2, batch=True)
+        return Loaded(canonical(head.ids, head.mask, None, last), head.attention)

@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hsstream.errors import SampleError, StorageError
@@ -42,13 +41,14 @@ def _below(directory: Path, suffixes: tuple[str, ...], seen: set[tuple[int, int]
     names, directories = _entries(directory, suffixes, seen)
     for name in sorted(names, key=_natural):
         yield directory / name
-    for name in sorted(directories, key=_natural):
-        yield from _below(directory / name, suffixes, seen)
+    # A directory that is also reached by a link is taken at its own place.
+    for entry in sorted(directories, key=lambda each: (each.is_symlink(), _natural(each.name))):
+        yield from _below(directory / entry.name, suffixes, seen)
 
 
 def _entries(
     directory: Path, suffixes: tuple[str, ...], seen: set[tuple[int, int]]
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[os.DirEntry[str]]]:
     try:
         place = directory.stat()
         if (place.st_dev, place.st_ino) in seen:
@@ -59,7 +59,7 @@ def _entries(
     except OSError as error:
         raise StorageError(f"{directory}: cannot be read: {error.strerror or error}") from None
     names = [entry.name for entry in visible if entry.name.endswith(suffixes) and _is(entry, "file")]
-    return names, [entry.name for entry in visible if _is(entry, "dir")]
+    return names, [entry for entry in visible if _is(entry, "dir")]
 
 
 def _is(entry: os.DirEntry[str], kind: str) -> bool:
@@ -74,19 +74,19 @@ def _natural(name: str) -> str:
     return _DIGITS.sub(lambda digits: digits[0].zfill(20), name)
 
 
-@contextmanager
-def utf8(path: Path) -> Iterator[str]:
-    """The path as text for libraries that insist on UTF-8: where it is not, a name of its open file."""
-    try:
-        yield str(path).encode("utf-8").decode()
-    except UnicodeEncodeError:
-        with path.open("rb") as file:
-            yield f"/dev/fd/{file.fileno()}"
-
-
 def relative(root: Path, path: Path) -> Path:
     """The path below the root; the bare name of a root that is a file."""
     return path.relative_to(root) if path != root else Path(path.name)
+
+
+def is_own(root: Path, path: Path) -> bool:
+    """Whether a file lies below the root by itself, reached through no link but the root's own."""
+    try:
+        if path.is_symlink() or not path.is_relative_to(root):
+            return False
+        return path.resolve(strict=True) == root.resolve(strict=True) / path.relative_to(root)
+    except OSError:
+        return False
 
 
 def shown(root: Path, path: Path) -> str:
@@ -115,3 +115,19 @@ def key_of(root: Path, path: Path, suffixes: tuple[str, ...], row: int | None = 
     if not KEY_PATTERN.fullmatch(key):
         raise SampleError(f"{shown(root, path)}: no key can be made of this path")
     return key
+
+
+def prefixed(key: str, prefix: str | None) -> str:
+    """`PREFIX--KEY`, the key of another capture with the same file names; too long ones by their hash."""
+    if prefix is None:
+        return key
+    whole = f"{prefix}--{key}"
+    if KEY_PATTERN.fullmatch(whole):
+        return whole
+    digest = hashlib.blake2b(key.encode(), digest_size=_HASH_BYTES).hexdigest()
+    short = f"{prefix}--{digest}"
+    if not KEY_PATTERN.fullmatch(short):
+        raise SampleError(
+            f"prefix {prefix!r:.60}: expected 1 to 38 characters of A-Z a-z 0-9 _ -, a letter or digit first"
+        )
+    return short

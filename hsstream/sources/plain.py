@@ -9,30 +9,67 @@ of a torch file become metadata. Safetensors files may carry metadata (`hsstream
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hsstream.errors import SampleError, SourceError
-from hsstream.sample import ModelInfo
-from hsstream.sources.base import Item, Loaded, Source, SourceFile, listed, require_rows
-from hsstream.sources.safefile import load_safetensors, read_header
-from hsstream.sources.torchfile import load_dict
+from hsstream.sample import CANONICAL, ModelInfo
+from hsstream.sources.base import ATTENTION, RESERVED_META, Head, Item, Loaded, Source, SourceFile
+from hsstream.sources.record import Record
+from hsstream.sources.safefile import opened_safetensors, read_header
+from hsstream.sources.shapes import listed, require_rows, tensor
+from hsstream.sources.torchfile import SUFFIXES
 
 META, MODEL = "hsstream.meta", "hsstream.model"
+#: Metadata of safetensors files that says nothing.
+_FORMAT = "format"
 
 
-class PlainSafetensors(Source):
+class Plain(Source):
+    """What both kinds share."""
+
+    names = frozenset((*CANONICAL, ATTENTION))
+    uses = frozenset(("last_norm",))
+
+    def _head(self, record: Record, file: SourceFile) -> Head:  # noqa: ARG002
+        ids = tensor(record, self.ids, 1, batch=True)
+        attention = tensor(record, ATTENTION, 1, batch=True) if ATTENTION in record else None
+        return Head(ids, ids, attention, len(ids))
+
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:  # noqa: ARG002
+        found = {name: record[name] for name in record if name not in RESERVED_META}
+        tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        if not tensors:
+            raise SourceError(f"no tensors among the keys {listed(record)}")
+        others = {str(name): value for name, value in found.items() if name not in tensors}
+        real = tensor(record, ATTENTION, 1, batch=True) if tensors.pop(ATTENTION, None) is not None else None
+        tensors = {name: _unbatched(name, value) for name, value in tensors.items()}
+        if self.ids in tensors:
+            require_rows(tensors)
+        return Loaded(tensors, real, others)
+
+
+class PlainSafetensors(Plain):
     """See the module."""
 
     format = "safetensors"
     suffixes = (".safetensors",)
 
-    def load(self, file: SourceFile, item: Item) -> Loaded:  # noqa: ARG002
+    @contextmanager
+    def record(self, file: SourceFile, item: Item) -> Iterator[Record]:  # noqa: ARG002
+        """Its tensors."""
+        with opened_safetensors(file.path) as found:
+            yield Record(found.entries, found.tensor)
+
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:
         """One sample."""
-        loaded = _loaded(load_safetensors(file.path, mapped=self.options.mapped))
+        loaded = super()._loaded(record, file)
         header = read_header(file.path)[1]
+        loaded.meta |= {name: text for name, text in header.items() if name not in (META, MODEL, _FORMAT)}
         loaded.meta |= _json(header, META)
         norm = _json(header, MODEL).get("last_hidden_norm")
         loaded.norm = norm if norm in ("pre", "post") else None
@@ -42,6 +79,19 @@ class PlainSafetensors(Source):
         """The model facts in the first file, where it carries them."""
         first = next(self.paths(), None)
         return {} if first is None else _facts(first)
+
+
+class PlainTorch(Plain):
+    """See the module."""
+
+    format = "torch"
+    suffixes = SUFFIXES
+
+
+def _unbatched(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Canonical tensors without a leading axis of 1."""
+    axes = CANONICAL[name][0] if name in CANONICAL else None
+    return value[0] if axes is not None and value.ndim == axes + 1 and value.shape[0] == 1 else value
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -64,27 +114,3 @@ def _json(header: dict[str, str], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SourceError(f"{name} in the file's metadata is no JSON object")
     return value
-
-
-class PlainTorch(Source):
-    """See the module."""
-
-    format = "torch"
-    suffixes = (".pt", ".pth", ".ckpt", ".pt.gz", ".pth.gz", ".ckpt.gz")
-
-    def load(self, file: SourceFile, item: Item) -> Loaded:  # noqa: ARG002
-        """One sample."""
-        return _loaded(load_dict(file.path, self.options.mapped))
-
-
-def _loaded(record: dict[str, Any]) -> Loaded:
-    tensors = {name: value for name, value in record.items() if isinstance(value, torch.Tensor)}
-    if not tensors:
-        raise SourceError(f"no tensors among the keys {listed(record)}")
-    others = {name: value for name, value in record.items() if name not in tensors}
-    real = tensors.pop("attention_mask", None)
-    if real is not None and real.ndim != 1:
-        raise SourceError(f"attention_mask has shape {list(real.shape)}, expected [S]")
-    if "input_ids" in tensors:
-        require_rows(tensors)
-    return Loaded(tensors, real, {str(name): value for name, value in others.items()})

@@ -9,7 +9,8 @@ DSpark                  the same and `target_last_hidden_states` [1, T, H] after
 ======================  ==========================================================================
 
 Files written since November 2025 carry the padding of the batch they were made in, unmarked; it is cut
-off as far as no training target can tell. Files that were cut when a run was killed are SourceErrors.
+off as far as no training target can tell, or by an `attention_mask` where a file has one. Files that were cut
+when a run was killed are SourceErrors.
 """
 
 from __future__ import annotations
@@ -19,21 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from hsstream.errors import SourceError
-from hsstream.sources.base import (
-    Item,
-    Loaded,
-    Source,
-    SourceFile,
-    canonical,
-    cut,
-    listed,
-    mask_or_refuse,
-    real_tokens,
-    split_layers,
-    tensor,
-)
+from hsstream.sources.base import Item, Loaded, Source, SourceFile
 from hsstream.sources.files import shown
-from hsstream.sources.torchfile import load_dict
+from hsstream.sources.record import Record
+from hsstream.sources.shapes import canonical, cut, listed, split_layers, tensor
 
 _GROUPED = re.compile(r"(?:rows_(\d{1,12})-(\d{1,12})/)?data_(\d{1,12})\.ckpt(?:\.gz)?")
 
@@ -44,26 +34,32 @@ class SpecForge(Source):
     format = "specforge"
     suffixes = (".ckpt", ".ckpt.gz")
     last_norm = "post"
+    names = frozenset(
+        (
+            *("input_ids", "loss_mask", "attention_mask", "aux_hidden_state", "hidden_state"),
+            *("hidden_states", "target_last_hidden_states"),
+        )
+    )
+    uses = frozenset(("last_norm", "layers", "hidden_size", "all_supervised", "ttt_length", "pad_id"))
+    unmasked = "SpecForge always stores one"
+    unmarked_padding = True
 
     def item(self, path: Path) -> Item:
         """`data_17` for a file in the directory of its group, whose name says nothing of its own."""
         origin = shown(self.root, path)
         match = _GROUPED.fullmatch(origin)
         if match and (match[1] is None or int(match[1]) <= int(match[3]) < int(match[2])):
-            return Item(f"data_{int(match[3])}", origin)
+            return self.named(f"data_{int(match[3])}", origin)
         return super().item(path)
 
-    def load(self, file: SourceFile, item: Item) -> Loaded:  # noqa: ARG002
-        """One sample without its padding."""
-        record = load_dict(file.path, self.options.mapped)
-        ids = tensor(record, "input_ids", 1, batch=True)
-        mask = mask_or_refuse(record, len(ids), self.options, "SpecForge always stores one", batch=True)
-        tensors = canonical(ids, mask, *self._states(record))
-        kept = real_tokens(ids, mask, self.options.ttt_length)
-        padding = len(ids) - kept
-        return Loaded(cut(tensors, kept) if padding else tensors, padding=padding)
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:
+        """One sample without its unmarked padding."""
+        head = self._head(record, file)
+        tensors = canonical(head.ids, head.mask, *self._states(record))
+        padding = len(head.ids) - head.kept
+        return Loaded(cut(tensors, head.kept) if padding else tensors, head.attention, padding=padding)
 
-    def _states(self, record: dict[str, Any]) -> tuple[Any, Any]:
+    def _states(self, record: Record) -> tuple[Any, Any]:
         """(aux [T, L, H], last [T, H] or None)."""
         if "aux_hidden_state" in record:
             flat, last_name = tensor(record, "aux_hidden_state", 2, batch=True), "hidden_state"

@@ -19,6 +19,8 @@ the scale is rounded to bfloat16 here, and readers get the values that it gives,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +29,15 @@ import torch
 from hsstream.codecs.base import Codes
 from hsstream.errors import SampleError, SourceError
 from hsstream.sources.arrow import ArrowRows
-from hsstream.sources.base import (
-    HF_INDEX,
-    Item,
-    Loaded,
-    Options,
-    Source,
-    SourceFile,
-    canonical,
-    listed,
-    mask_or_refuse,
-    require_rows,
-    split_layers,
-    tensor,
-)
+from hsstream.sources.base import HF_INDEX, Head, Item, Loaded, Options, Source, SourceFile
 from hsstream.sources.files import shown
-from hsstream.sources.safefile import load_safetensors
-from hsstream.sources.torchfile import load_dict
+from hsstream.sources.manifest import integers, read_json
+from hsstream.sources.record import Record
+from hsstream.sources.safefile import opened_safetensors
+from hsstream.sources.shapes import canonical, listed, mask_or_refuse, require_rows, split_layers, tensor
 
 SCALES = "hidden_states_scales"
 _ROW = re.compile(r"hs_(\d{1,12})\.safetensors")
-_NAMES = ("hidden_states", "token_ids", SCALES)
 
 
 class Speculators(Source):
@@ -57,6 +47,9 @@ class Speculators(Source):
     suffixes = (".safetensors",)
     last_norm = "pre"
     convention = HF_INDEX
+    ids = "token_ids"
+    names = frozenset(("hidden_states", "token_ids", SCALES))
+    uses = frozenset(("last_norm", "arrow", "all_supervised"))
 
     def __init__(self, root: Path, options: Options) -> None:
         super().__init__(root, options)
@@ -70,26 +63,38 @@ class Speculators(Source):
     def item(self, path: Path) -> Item:
         """`hs_17` wherever its directory lies: the number alone says which sample it is."""
         match = _ROW.fullmatch(path.name)
-        return Item(f"hs_{int(match[1])}", shown(self.root, path)) if match else super().item(path)
+        if not match:
+            return super().item(path)
+        return self.named(f"hs_{int(match[1])}", shown(self.root, path))
 
-    def load(self, file: SourceFile, item: Item) -> Loaded:  # noqa: ARG002
+    @contextmanager
+    def record(self, file: SourceFile, item: Item) -> Iterator[Record]:  # noqa: ARG002
+        """Its tensors."""
+        with opened_safetensors(file.path) as found:
+            yield Record(found.entries, found.tensor)
+
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:
         """One sample, its mask from the Arrow data set."""
-        record = load_safetensors(file.path, _NAMES, self.options.mapped)
-        ids = tensor(record, "token_ids", 1)
         states = tensor(record, "hidden_states", 3)
-        require_rows({"input_ids": ids, "hidden_states": states})
-        mask = self._mask(file.path, ids)
+        require_rows({"input_ids": tensor(record, self.ids, 1), "hidden_states": states})
+        head = self._head(record, file)
         if SCALES in record:
-            return _fp8(ids, mask, states, tensor(record, SCALES, 3))
+            return _fp8(head, states, tensor(record, SCALES, 3))
         if not states.dtype.is_floating_point or states.itemsize < 2:
             raise SourceError(f"hidden_states are {states.dtype} without {SCALES}")
-        return Loaded(canonical(ids, mask, *_split(states)))
+        return Loaded(canonical(head.ids, head.mask, *_split(states)))
+
+    def _head(self, record: Record, file: SourceFile) -> Head:
+        ids = tensor(record, self.ids, 1)
+        return Head(ids, self._mask(file.path, ids), None, len(ids))
 
     def _mask(self, path: Path, ids: torch.Tensor) -> torch.Tensor:
         match = _ROW.fullmatch(path.name)
         if self._arrow is None or match is None:
             where = "only hs_N files have a row in the Arrow data set" if self._arrow else "give --arrow DIR"
-            return mask_or_refuse({}, len(ids), self.options, f"speculators keeps masks elsewhere: {where}")
+            return mask_or_refuse(
+                {}, len(ids), self.options.all_supervised, f"speculators keeps masks elsewhere: {where}"
+            )
         return self._arrow.mask(int(match[1]), ids)
 
 
@@ -98,10 +103,10 @@ def _split(states: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
     return (states[:, :-1] if states.shape[1] > 1 else None), states[:, -1]
 
 
-def _fp8(ids: torch.Tensor, mask: torch.Tensor, states: torch.Tensor, scales: torch.Tensor) -> Loaded:
-    if states.dtype is not torch.float8_e4m3fn or list(scales.shape) != [len(ids), 1, 1]:
+def _fp8(head: Head, states: torch.Tensor, scales: torch.Tensor) -> Loaded:
+    if states.dtype is not torch.float8_e4m3fn or list(scales.shape) != [len(head.ids), 1, 1]:
         raise SourceError(
-            f"expected float8_e4m3fn states with scales [{len(ids)}, 1, 1], found {states.dtype} with "
+            f"expected float8_e4m3fn states with scales [{len(head.ids)}, 1, 1], found {states.dtype} with "
             f"{list(scales.shape)}"
         )
     rounded = scales.to(torch.bfloat16)
@@ -111,7 +116,7 @@ def _fp8(ids: torch.Tensor, mask: torch.Tensor, states: torch.Tensor, scales: to
     codes, column = states.view(torch.uint8), rounded.float().reshape(-1, 1)
     members = [Codes(codes[:, layer].contiguous(), column) for layer in range(states.shape[1])]
     names = {"aux_hidden_states": members[:-1], "last_hidden_state": members[-1:]}
-    tensors = canonical(ids, mask, *_split(values))
+    tensors = canonical(head.ids, head.mask, *_split(values))
     return Loaded(tensors, codes={name: each for name, each in names.items() if each})
 
 
@@ -121,26 +126,38 @@ class SpeculatorsLegacy(Source):
     format = "speculators-legacy"
     suffixes = (".pt",)
     last_norm = "pre"
-    convention = HF_INDEX
+    names = frozenset(("input_ids", "loss_mask", "attention_mask", "hidden_states", "hidden_state", "target"))
+    uses = frozenset(("last_norm", "layers", "all_supervised"))
+    unmasked = "speculators stored one in every file"
 
-    def load(self, file: SourceFile, item: Item) -> Loaded:  # noqa: ARG002
+    def facts(self) -> dict[str, Any]:
+        """The model and its layers, the last one last, as `data_config.json` has them."""
+        file = self.root / "data_config.json"
+        config = read_json(file, "a speculators data set") if file.is_file() else {}
+        model, states = config.get("model"), config.get("hidden_states")
+        name = model.get("target_model_path") if isinstance(model, dict) else None
+        layers = integers(states.get("layer_ids")) if isinstance(states, dict) else None
+        facts: dict[str, Any] = {"name": name} if isinstance(name, str) else {}
+        if layers:
+            facts |= {"aux_layer_ids": layers[:-1], "num_layers": layers[-1] + 1}
+        return facts
+
+    def _loaded(self, record: Record, file: SourceFile) -> Loaded:
         """One sample."""
-        record = load_dict(file.path, self.options.mapped)
-        ids = tensor(record, "input_ids", 1)
-        mask = mask_or_refuse(record, len(ids), self.options, "speculators stored one in every file")
-        return Loaded(canonical(ids, mask, *self._states(record)))
+        head = self._head(record, file)
+        return Loaded(canonical(head.ids, head.mask, *self._states(record)), head.attention)
 
-    def _states(self, record: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
-        layers = record.get("hidden_states")
-        if isinstance(layers, list) and layers:
-            named = {f"layer {n}": value for n, value in enumerate(layers)}
-            parts = [tensor(named, name, 2) for name in named]
-            if len({(part.shape, part.dtype) for part in parts}) > 1:
-                shapes = ", ".join(str(list(part.shape)) for part in parts[:8])
-                raise SourceError(f"the captured layers differ: {shapes}")
-            return _split(torch.stack(parts, dim=1))
+    def _states(self, record: Record) -> tuple[torch.Tensor | None, torch.Tensor]:
         if "target" in record:
             last = tensor(record, "target", 2)
             flat = tensor(record, "hidden_state", 2)
             return split_layers(flat, "hidden_state", last.shape[-1], self.options.layers), last
-        raise SourceError(f"no speculators sample: keys {listed(record)}")
+        layers = record.get("hidden_states")
+        if not isinstance(layers, list) or not layers:
+            raise SourceError(f"no speculators sample: keys {listed(record)}")
+        named = {f"layer {n}": value for n, value in enumerate(layers)}
+        parts = [tensor(named, name, 2) for name in named]
+        if len({(part.shape, part.dtype) for part in parts}) > 1:
+            shapes = ", ".join(str(list(part.shape)) for part in parts[:8])
+            raise SourceError(f"the captured layers differ: {shapes}")
+        return _split(torch.stack(parts, dim=1))

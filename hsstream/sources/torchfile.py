@@ -1,36 +1,33 @@
-"""torch.save files, without running what is in them. The door to `torch.load`.
+"""torch.save files, without running what is in them. The door to `torch.load`, which reads the oldest ones.
 
-In: a path, plain or gzipped. Out: what was saved: a dict or list of tensors, text and numbers. Small files
-are read whole, and without torch.load where they are of the usual kind. Refused with SourceError: anything
-else in the pickle (nothing of it is ever executed), broken or cut archives, a gzip file that grows past what
-hidden states can be packed, tensors that claim more than the file holds.
+In: a path, plain or gzipped. Out: what was saved: a dict or list of tensors, text and numbers. Refused with
+SourceError: anything else in the pickle (nothing of it is ever executed), broken or cut archives, a gzip file
+that grows past what hidden states can be packed, tensors that claim more than the file holds.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-import os
 import pickle
 import re
+import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hsstream.errors import SourceError
-from hsstream.sources.archive import read_archive
-from hsstream.sources.files import utf8
+from hsstream.sources.archive import FREE_BYTES, MAX_DEPTH, MAX_RATIO, SPREAD_BYTES, Archive
+from hsstream.sources.content import Content, in_memory, opened
+from hsstream.sources.record import Record
+from hsstream.sources.zip_directory import MAGIC
 
-ZIP_MAGIC = b"PK\x03\x04"
-#: Hidden states hardly compress: a gzip file that grows further than this holds something else.
-MAX_RATIO, FREE_BYTES = 64, 256 << 20
-#: A tensor may be spread over a smaller storage (a mask saved as an expanded scalar) up to this size.
-SPREAD_BYTES = 16 << 20
-#: Up to this size reading a file costs no more than mapping it.
-SMALL_BYTES = 8 << 20
+#: What names of torch files end in.
+SUFFIXES = (".pt", ".pth", ".ckpt", ".pt.gz", ".pth.gz", ".ckpt.gz")
 _PIECE = 4 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -38,60 +35,80 @@ _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 BROKEN = (
     *(pickle.UnpicklingError, zlib.error, RuntimeError, OSError, EOFError, MemoryError, Warning),
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError),
+    struct.error,
 )
 
 
-def load_torch(path: Path, mapped: bool = True) -> Any:
-    """The content of a file. mapped: tensors are views of the mapped file, read when they are used."""
+@contextmanager
+def opened_dict(path: Path) -> Iterator[Record]:
+    """The dict in a file, its values read as they are asked for while the block lasts.
+
+    Raises:
+        SourceError: the file is broken, or holds something else.
+    """
+    with _content(path) as content:
+        archive = Archive(content) if _is_archive(content) else None
+        saved = _old(content) if archive is None else archive.saved
+        if not isinstance(saved, dict):
+            raw = ": a raw TensorRT-LLM dump must go through Model-Optimizer's own conversion first"
+            what = f"{type(saved).__name__}{raw if isinstance(saved, list) else ''}"
+            raise SourceError(f"expected a dict of tensors, found a {what}")
+        plain = {name: value for name, value in saved.items() if isinstance(value, (str, int, float))}
+        yield Record(saved, lambda name: archive.value(saved[name]) if archive else saved[name], plain)
+
+
+def load_torch(path: Path, names: Collection[str] | None = None) -> Any:
+    """The content of a file; of a dict only the values of `names`, where they are given.
+
+    Raises:
+        SourceError: the file is broken, or holds more than tensors, text and numbers.
+    """
+    with _content(path) as content:
+        if not _is_archive(content):
+            return _old(content)
+        archive = Archive(content)
+        saved = archive.saved
+        if names is None or not isinstance(saved, dict):
+            return archive.value(saved)
+        return {name: archive.value(value) for name, value in saved.items() if name in names}
+
+
+@contextmanager
+def _content(path: Path) -> Iterator[Content]:
+    if path.suffix == ".gz":
+        yield in_memory(_inflated(path))
+        return
+    with opened(path) as content:
+        yield content
+
+
+def _is_archive(content: Content) -> bool:
+    return content.size >= len(MAGIC) and bytes(content.read(0, len(MAGIC))) == MAGIC
+
+
+def _old(content: Content) -> Any:
+    """What torch wrote before 1.6: storages one after another, whose sizes torch.load compares."""
     try:
-        if path.suffix == ".gz":
-            return _checked(_load(_inflated(path), False))
-        whole = _small_archive(path)
-        if whole is not None and (found := read_archive(whole)) is not None:
-            return _checked(found)
-        with path.open("rb") as file:
-            archive = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
-        # What torch wrote before 1.6 is no archive, and cannot be mapped.
-        with utf8(path) as name:
-            return _checked(_load(name, mapped and archive))
+        file = io.BytesIO(content.read(0, content.size))
+        return _checked(torch.load(file, map_location="cpu", weights_only=True))
     except SourceError:
         raise
     except BROKEN as error:
         raise SourceError(f"not a readable torch file: {_why(error)}") from error
 
 
-def load_dict(path: Path, mapped: bool = True) -> dict[str, Any]:
-    """The dict in a file; SourceError where it holds something else."""
-    record = load_torch(path, mapped)
-    if not isinstance(record, dict):
-        raise SourceError(f"expected a dict of tensors, found a {type(record).__name__}")
-    return record
-
-
-def _load(file: str | io.BytesIO, mapped: bool) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-
-
-def _small_archive(path: Path) -> bytearray | None:
-    """The bytes of a small archive."""
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if not len(ZIP_MAGIC) < size <= SMALL_BYTES:
-            return None
-        data = bytearray(size)
-        return data if file.readinto(data) == size and data.startswith(ZIP_MAGIC) else None
-
-
-def _inflated(path: Path) -> io.BytesIO:
-    limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size)
-    whole = io.BytesIO()
-    with gzip.open(path) as packed:
-        while piece := packed.read(_PIECE):
-            whole.write(piece)
-            if whole.tell() > limit:
-                raise SourceError(f"it inflates to more than {limit} bytes, as hidden states never do")
-    whole.seek(0)
-    return whole
+def _inflated(path: Path) -> memoryview:
+    try:
+        limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size)
+        whole = io.BytesIO()
+        with gzip.open(path) as packed:
+            while piece := packed.read(_PIECE):
+                whole.write(piece)
+                if whole.tell() > limit:
+                    raise SourceError(f"it inflates to more than {limit} bytes, as hidden states never do")
+        return whole.getbuffer()
+    except (OSError, EOFError, zlib.error) as error:
+        raise SourceError(f"not a readable torch file: {_why(error)}") from error
 
 
 def _why(error: BaseException) -> str:
@@ -121,7 +138,7 @@ def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Ten
     """Every tensor, with a name for messages."""
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif depth > 4:
+    elif depth > MAX_DEPTH:
         raise SourceError("the content is nested deeper than any format of hidden states")
     elif isinstance(value, dict):
         for key, inner in value.items():

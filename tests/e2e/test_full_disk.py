@@ -17,6 +17,8 @@ import torch
 from samples import Tensors, same
 
 import hsstream as hs
+from hsstream.cli import main
+from hsstream.export import export
 from hsstream.manifest import commit_all
 from hsstream.storage import open_store
 from hsstream.storage.local import LocalStore
@@ -249,3 +251,17 @@ def test_a_place_that_becomes_read_only_while_writing_says_so(mount: Mount) -> N
         write_more(writer)
     found = {sample.key: sample.tensors for sample in hs.ShardReader(root)}
     assert same(found["a"], noise(0))
+
+
+@pytest.mark.parametrize("to", ["specforge", "speculators", "safetensors"])
+def test_an_export_to_a_full_disk_names_the_place(to: str, mount: Mount, tmp_path: Path) -> None:
+    norm = "pre" if to == "speculators" else "post"
+    with hs.ShardWriter(tmp_path / "root", codec="raw", model=hs.ModelInfo(last_hidden_norm=norm)) as writer:
+        for number in range(30):
+            made = noise(number) | {"loss_mask": torch.ones(1_000)}
+            writer.write(f"s{number}", made | {"aux_hidden_states": made["last_hidden_state"][:, None]})
+    target = mount() / "back"
+    with pytest.raises(hs.StorageFullError, match=f"{target}.*no space left while trying to write"):
+        export(tmp_path / "root", target, to)
+    assert not list(target.rglob("*.part"))
+    assert main(["export", str(tmp_path / "root"), str(target), "--to", to, "--overwrite"]) == 2

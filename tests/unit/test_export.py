@@ -264,3 +264,64 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "wrote 2 samples, 11 tokens" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "y"), "--to", "speculators"]) == 2
     assert "a norm cannot be undone" in capsys.readouterr().err
+
+
+# --- a place that is taken, or full
+
+
+@pytest.mark.parametrize("to", ["specforge", "speculators", "safetensors"])
+def test_an_earlier_export_is_not_mixed_with_this_one(to: str, tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "speculators" if to == "speculators" else "specforge")
+    export(root, tmp_path / "back", to)
+    (tmp_path / "back" / "mine.txt").write_text("kept")
+    first = files_of(tmp_path / "back")
+    other = write_root(
+        tmp_path / "other",
+        [3, 4],
+        model=hs.ModelInfo(last_hidden_norm="pre" if to == "speculators" else "post"),
+    )
+    with pytest.raises(SampleError, match=f"an earlier export of {len(expected)} samples.*--overwrite"):
+        export(other, tmp_path / "back", to)
+    assert files_of(tmp_path / "back") == first
+    export(other, tmp_path / "back", to, overwrite=True)
+    export(other, tmp_path / "fresh", to)
+    assert files_of(tmp_path / "back") == files_of(tmp_path / "fresh") | {"mine.txt"}
+
+
+def files_of(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+
+
+def test_other_files_are_neither_mixed_nor_removed(tmp_path: Path) -> None:
+    root, _ = packed(tmp_path, "specforge")
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "data_0.ckpt").write_bytes(b"somebody's")
+    for overwrite in (False, True):
+        with pytest.raises(SampleError, match=r"not empty \(data_0\.ckpt\)"):
+            export(root, tmp_path / "back", "specforge", overwrite=overwrite)
+    assert (tmp_path / "back" / "data_0.ckpt").read_bytes() == b"somebody's"
+
+
+def test_a_list_of_files_removes_nothing_outside(tmp_path: Path) -> None:
+    root, _ = packed(tmp_path, "specforge")
+    (tmp_path / "back").mkdir()
+    outside = tmp_path / "precious"
+    outside.write_text("kept")
+    (tmp_path / "back" / "link").symlink_to(tmp_path)
+    names = {"../precious": "a", str(outside): "b", "link/precious": "c"}
+    (tmp_path / "back" / "keys.json").write_text(json.dumps(names))
+    export(root, tmp_path / "back", "specforge", overwrite=True)
+    assert outside.read_text() == "kept"
+
+
+def test_an_export_that_was_killed_is_known_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, expected = packed(tmp_path, "specforge")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(root, tmp_path / "back", "specforge")
+    assert export(root, tmp_path / "back", "specforge").samples == len(expected)

@@ -211,7 +211,9 @@ def test_indexes_that_are_refused(root: Path, change: Change, reason: str) -> No
 LIES: dict[str, Change] = {
     "another key": lambda i: i["columns"].update(keys=b"s9s1s2"),
     "more tokens": lambda i: i["columns"].update(tokens=numbers([50, 12, 3])),
-    "fewer tokens": lambda i: i["columns"].update(tokens=numbers([2, 12, 3])),
+    "fewer tokens": lambda i: i["columns"].update(
+        tokens=numbers([4, 12, 3]), supervised=numbers([2, 8, 2]), supervised_last=numbers([2, 11, 2])
+    ),
     "another header": lambda i: i["columns"].update(header_xxh3=bytes(24)),
 }
 
