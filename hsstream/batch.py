@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hsstream.codecs.backend import FLOATS
 from hsstream.codecs.base import Part, RowWriter, ScaledCodec
 from hsstream.errors import CorruptDataError, SampleError
 from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS
@@ -120,6 +121,10 @@ class Batch(dict[str, Any]):
         return batch
 
 
+#: What hidden states can be delivered as; float64 by the lossless codecs alone.
+DTYPES_OF_STATES = (*FLOATS, torch.float64)
+
+
 @dataclass(frozen=True)
 class Column:
     """One delivered tensor. layers: which entries of the layer axis, None for tensors without one."""
@@ -161,6 +166,8 @@ def choose_columns(
         )
     if taken := sorted(set(wanted) & set(BATCH_NAMES)):
         raise SampleError(f"batches add their own {', '.join(taken)}: leave the stored one out by tensors=")
+    if dtype not in DTYPES_OF_STATES:
+        raise SampleError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, got {dtype!r}")
     specs = [spec for spec in schema.tensors if spec.name in wanted]
     return [_column(spec, layers, dtype, on_device) for spec in specs]
 
@@ -172,6 +179,10 @@ def _column(spec: TensorSpec, layers: Sequence[int] | None, dtype: torch.dtype, 
         if not chosen or any(not 0 <= layer < spec.layers for layer in chosen):
             raise SampleError(f"layers={list(layers)}: {spec.name} has the layers 0 to {spec.layers - 1}")
     states = spec.name in HIDDEN_STATES or spec.codec.name != "raw"
+    if isinstance(spec.codec, ScaledCodec) and dtype not in FLOATS:
+        raise SampleError(
+            f"{spec.name}: codec {spec.codec.name} delivers bfloat16, float16 and float32, not {dtype}"
+        )
     delivered = DELIVERED.get(spec.name, dtype if states else spec.dtype)
     return Column(spec, chosen, delivered, on_device and isinstance(spec.codec, ScaledCodec))
 

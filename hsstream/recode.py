@@ -30,7 +30,7 @@ from hsstream.norm import FinalNorm
 from hsstream.ordered import ordered
 from hsstream.plan.rng import Stream
 from hsstream.presets import codec_for
-from hsstream.sample import ModelInfo
+from hsstream.sample import ModelInfo, check_key
 from hsstream.schema import TensorSpec
 from hsstream.selection import Select, select_samples
 from hsstream.teacher import TopKTeacher
@@ -189,6 +189,9 @@ def _keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
         for prefix, source in zip(given, catalog.sources, strict=True)
         for key in source.index.table.keys
     ]
+    for prefix, source in zip(given, catalog.sources, strict=True):
+        # One key stands for all: the prefix is the same, and the longest key reaches the limit first.
+        check_key(prefix + max(source.index.table.keys, key=len, default="0"))
     if len(set(keys)) < len(keys):
         twice = [key for key, times in Counter(keys).items() if times > 1]
         some = ", ".join(twice[:3])
@@ -201,6 +204,10 @@ def _wanted(job: Recode, first: Source) -> dict[str, str]:
     specs = first.index.info.schema.tensors
     if job.codec is None:
         return {spec.name: _text(spec) for spec in specs}
+    if isinstance(job.codec, Mapping) and (unknown := sorted(set(job.codec) - {spec.name for spec in specs})):
+        raise SampleError(
+            f"no tensor {', '.join(unknown)} in {first.root}, it has {', '.join(spec.name for spec in specs)}"
+        )
     return {spec.name: codec_for(spec.name, job.codec) for spec in specs}
 
 

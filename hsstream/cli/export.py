@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hsstream.cli.arguments import Commands, Parser, positive, storage_option, storage_options
+from hsstream.cli.arguments import Commands, Parser, local_path, positive, storage_option, storage_options
 from hsstream.cli.output import count, counted, echo, echo_json, size
 from hsstream.cli.progress import Bar
 from hsstream.export import FORMATS, export
@@ -21,7 +21,7 @@ def add_parser(commands: Commands) -> None:
     parser: Parser = commands.add_parser("export", help=text, description=text[0].upper() + text[1:] + ".")
     add = parser.add_argument
     add("root", metavar="ROOT", help="directory or URL")
-    add("target", metavar="DST", type=Path, help="directory to write into")
+    add("target", metavar="DST", type=local_path, help="directory to write into")
     add("--to", required=True, choices=tuple(FORMATS), help="layout of the files")
     add("--to-post-norm", metavar="MODEL", type=Path, help="apply the final norm of this model folder")
     add("--workers", metavar="N", type=positive, default=2, help="samples side by side")

@@ -11,7 +11,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_option, storage_options
+from hsstream.cli.arguments import (
+    Commands,
+    Parser,
+    codec,
+    positive,
+    shard_name,
+    storage_option,
+    storage_options,
+)
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, ratio, size
 from hsstream.cli.progress import Bar
@@ -38,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     )
     add("--compression", choices=COMPRESSIONS, help="kept, or what suits a new codec, unless given")
     add("--shard-bytes", metavar="BYTES", type=number, default=10**9, help="size of a shard: 1G unless given")
-    add("--name", default="hs", help="shards are called NAME-000000.tar, ...")
+    add("--name", default="hs", type=shard_name, help="shards are called NAME-000000.tar, ...")
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
     add("--to-post-norm", metavar="MODEL", type=Path, help="apply the final norm of this model folder")
     add_teacher(parser)

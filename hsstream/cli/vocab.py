@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, new_command, open_root, positive, storage_options
+from hsstream.cli.arguments import Commands, local_path, new_command, open_root, positive, storage_options
 from hsstream.cli.output import count, counted, echo, echo_json, percent
 from hsstream.errors import SampleError
 from hsstream.vocab import DRAFT_VOCABULARY, VocabMap, build_map, count_tokens, find_map, save_map
@@ -36,7 +36,10 @@ def add_parser(commands: Commands) -> None:
         "--vocab-size", metavar="N", type=positive, help="the target's vocabulary, where ROOT does not say"
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="FILE.pt (SpecForge) or a folder (speculators' .npy files)"
+        "--out",
+        metavar="FILE",
+        type=local_path,
+        help="FILE.pt (SpecForge) or a folder (speculators' .npy files)",
     )
     parser.add_argument(
         "--checkpoint", metavar="PATH", type=Path, help="a draft model: the map it has is kept, and copied"
