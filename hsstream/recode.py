@@ -100,7 +100,7 @@ def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
     if job.shuffle is not None:
         chosen = chosen[Stream(job.shuffle, 0).permutation("recode", len(chosen))]
     if len(chosen) == 0:
-        raise SampleError("nothing is selected: no sample of the roots is left")
+        raise SampleError(f"nothing is selected: {job.select!r:.80} takes none of {len(keys):,} samples")
     sizes = np.concatenate([source.index.table.spans for source in catalog.sources])
     with _writer(job, catalog, last_norm) as writer:
         run = _Run(catalog, keys, writer, _wanted(job, catalog.first), norm, job.teacher is not None)

@@ -104,7 +104,10 @@ def _select(args: argparse.Namespace) -> Select:
         lines = args.keys.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SampleError(f"{args.keys}: cannot be read: {error}") from None
-    return [line.strip() for line in lines if line.strip()]
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise SampleError(f"{args.keys} names no key: {counted(len(lines), 'line')}, all of them empty")
+    return keys
 
 
 def _summary(report: RecodeReport) -> str:
