@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hsstream.codecs.backend import FLOATS
 from hsstream.codecs.base import Part, RowWriter, ScaledCodec
 from hsstream.errors import CorruptDataError, SampleError
 from hsstream.quantized import Quantized as Quantized
@@ -121,6 +122,10 @@ class Batch(dict[str, Any]):
         return batch
 
 
+#: What hidden states can be delivered as; float64 by the lossless codecs alone.
+DTYPES_OF_STATES = (*FLOATS, torch.float64)
+
+
 @dataclass(frozen=True)
 class Column:
     """One delivered tensor. layers: which entries of the layer axis, None for tensors without one."""
@@ -151,10 +156,8 @@ def choose_columns(
     on_device: bool,
 ) -> list[Column]:
     """What to deliver of a data set's tensors; SampleError naming an unknown tensor, layer or dtype."""
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SampleError(
-            f"dtype, of delivered hidden states, is a floating-point torch.dtype, found {dtype!r}"
-        )
+    if dtype not in DTYPES_OF_STATES:
+        raise SampleError(f"dtype must be bfloat16, float16, float32 or float64 of torch, got {dtype!r}")
     specs = schema.choose(tensors)
     if taken := [spec.name for spec in specs if spec.name in BATCH_NAMES]:
         raise SampleError(f"batches add their own {', '.join(taken)}: leave the stored one out by tensors=")
@@ -171,6 +174,10 @@ def _column(spec: TensorSpec, layers: Sequence[int] | None, dtype: torch.dtype, 
         if not chosen or any(not 0 <= layer < spec.layers for layer in chosen):
             raise SampleError(f"layers={list(layers)}: {spec.name} has the layers 0 to {spec.layers - 1}")
     states = spec.name in HIDDEN_STATES or spec.codec.name != "raw"
+    if isinstance(spec.codec, ScaledCodec) and dtype not in FLOATS:
+        raise SampleError(
+            f"{spec.name}: codec {spec.codec.name} delivers bfloat16, float16 and float32, not {dtype}"
+        )
     delivered = DELIVERED.get(spec.name, dtype if states else spec.dtype)
     return Column(spec, chosen, delivered, on_device and isinstance(spec.codec, ScaledCodec))
 

@@ -30,7 +30,7 @@ from hsstream.norm import FinalNorm
 from hsstream.ordered import ordered
 from hsstream.plan.rng import Stream
 from hsstream.presets import codec_for
-from hsstream.sample import ModelInfo
+from hsstream.sample import ModelInfo, check_key
 from hsstream.schema import TensorSpec
 from hsstream.selection import Select, select_samples
 from hsstream.storage import Location
@@ -101,7 +101,7 @@ def recode(job: Recode, progress: Progress | None = None) -> RecodeReport:
     if job.shuffle is not None:
         chosen = chosen[Stream(job.shuffle, 0).permutation("recode", len(chosen))]
     if len(chosen) == 0:
-        raise SampleError("nothing is selected: no sample of the roots is left")
+        raise SampleError(f"nothing is selected: {job.select!r:.80} takes none of {len(keys):,} samples")
     sizes = np.concatenate([source.index.table.spans for source in catalog.sources])
     with _writer(job, catalog, last_norm) as writer:
         run = _Run(catalog, keys, writer, _wanted(job, catalog.first), norm, job.teacher is not None)
@@ -190,6 +190,9 @@ def _keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
         for prefix, source in zip(given, catalog.sources, strict=True)
         for key in source.index.table.keys
     ]
+    for prefix, source in zip(given, catalog.sources, strict=True):
+        # One key stands for all: the prefix is the same, and the longest key reaches the limit first.
+        check_key(prefix + max(source.index.table.keys, key=len, default="0"))
     if len(set(keys)) < len(keys):
         twice = [key for key, times in Counter(keys).items() if times > 1]
         some = ", ".join(twice[:3])

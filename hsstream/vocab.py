@@ -31,6 +31,8 @@ from hsstream.weights import load_weight
 
 #: What EAGLE-3 trainers take where nothing else is said.
 DRAFT_VOCABULARY = 32_000
+#: Counts of more are no vocabulary's, and take more than half a gigabyte.
+MAX_VOCABULARY = 1 << 26
 #: Tokens counted at once, unless a sample is longer.
 TOKENS_AT_ONCE = 1 << 18
 #: The map among a checkpoint's weights, by trainer.
@@ -144,6 +146,8 @@ def _counting(
     size = vocab_size or (model.vocab_size if model is not None else None)
     if size is None:
         raise SampleError(f"{first.root}: nothing says how large the vocabulary is: give --vocab-size")
+    if size > MAX_VOCABULARY:
+        raise SampleError(f"a vocabulary of {size:,} tokens: at most {MAX_VOCABULARY:,} are counted")
     names = [name for name in ("input_ids", "loss_mask") if name in first.index.info.schema.by_name]
     if "input_ids" not in names:
         raise SampleError(f"{first.root}: the data set has no input_ids to count")

@@ -205,21 +205,13 @@ def _read_template(path: Path | None) -> str | None:
 
 def _summary(run: Run, out: str) -> list[str]:
     """What was done, what was there already, and everything that was left out."""
+    from extraction.tokens import told
+
     counts = run.counts
     lines = [f"{counts.samples:,} samples, {counts.describe()}"] if counts.samples else []
     if counts.known:
         lines.append(f"{counts.known:,} samples ({counts.known_tokens:,} tokens) were there already")
-    lines += [_DROPPED[reason].format(count) for reason, count in sorted(run.dropped.items()) if count]
-    return [*lines, f"data set at {out}"]
-
-
-_DROPPED = {
-    "bad": "{:,} documents left out: they cannot be used (listed above)",
-    "empty": "{:,} documents left out: no tokens",
-    "nonfinite": "{:,} samples left out: NaN or Inf in their states",
-    "truncated": "{:,} conversations truncated to --max-length",
-    "unsupervised": "{:,} conversations left out: no supervised token within --max-length",
-}
+    return [*lines, *told(run.dropped), f"data set at {out}"]
 
 
 if __name__ == "__main__":

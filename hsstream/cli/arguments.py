@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from hsstream.catalog import Source, open_catalog
 from hsstream.cli.output import counted
 from hsstream.errors import printable, redacted
+from hsstream.writer import NAME_PATTERN
 
 Commands = Any  # argparse's class for this is private
 
+#: Above this, products of options and lengths would leave 64 bits.
+MAX_INTEGER = (1 << 31) - 1
 #: Options whose values are text even where they look like a number.
 _TEXT_OPTIONS = frozenset(
     (
@@ -99,15 +103,43 @@ def integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between, found {text!r}") from None
 
 
-def positive(text: str) -> int:
-    """An integer of 1 or more."""
+def positive(text: str, most: int = MAX_INTEGER) -> int:
+    """An integer of 1 or more, up to `most`."""
     try:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, found {text!r}")
+    if not 1 <= value <= most:
+        limit = f"1 to {most:,}" if value > most else "1 or more"
+        raise argparse.ArgumentTypeError(f"expected an integer of {limit}, found {text!r}")
     return value
+
+
+def seconds(text: str) -> float:
+    """A finite number of 0 or more."""
+    return _finite(text, "0 or more", lambda value: value >= 0)
+
+
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    return _finite(text, "above 0", lambda value: value > 0)
+
+
+def _finite(text: str, limit: str, allowed: Callable[[float], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not allowed(value):
+        raise argparse.ArgumentTypeError(f"expected a number {limit}, found {text!r}")
+    return value
+
+
+def shard_name(text: str) -> str:
+    """What shards may be called before their number."""
+    if not NAME_PATTERN.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected 1 to 64 characters of A-Z a-z 0-9 _ -, found {text!r}")
+    return text
 
 
 def codec(text: str) -> str | dict[str, str]:
@@ -115,6 +147,8 @@ def codec(text: str) -> str | dict[str, str]:
     if "=" not in text:
         return text
     pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and chosen for name, _, chosen in pairs):
+        raise argparse.ArgumentTypeError(f"expected a codec, or aux=CODEC,last=CODEC, found {text!r}")
     found = {_SHORT.get(name, name): chosen for name, _, chosen in pairs}
     if len(found) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names a tensor twice")

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hsstream.cli.arguments import Commands, codec, integers, positive, storage_option, storage_options
+import torch
+
+from hsstream.cli.arguments import Commands, codec, integers, positive, rate, storage_option, storage_options
 from hsstream.cli.estimate_plot import draw
 from hsstream.cli.output import count, echo, echo_json, size, table
 from hsstream.cli.picture import picture_file, save
@@ -29,6 +31,7 @@ from hsstream.estimate import (
     run_model,
 )
 from hsstream.norm import FinalNorm
+from hsstream.presets import check_codec
 from hsstream.sources.base import Options
 from hsstream.sources.detect import FORMATS
 from hsstream.storage import local_path, open_store
@@ -51,7 +54,7 @@ def add_parser(commands: Commands) -> None:
     add = parser.add_argument_group("place and codecs").add_argument
     add("--dest", metavar="ROOT", help="directory where the data set shall go: its free space")
     add("--free", metavar="BYTES", type=number, help="space there, or the quota of a bucket: 1.9T")
-    add("--link", metavar="MB/S", type=float, help="speed of the way there, for the time it takes")
+    add("--link", metavar="MB/S", type=rate, help="speed of the way there, for the time it takes")
     add("--codec", metavar="CODEC", type=codec, action="append", default=[], help="measure this one too")
     add("--storage-option", metavar="KEY=VALUE", action="append", default=[], type=storage_option)
     parser.set_defaults(run=run)
@@ -87,7 +90,9 @@ def number(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Estimate and show."""
-    estimate = replace(_estimate(args), free=_free(args), link=args.link * 1e6 if args.link else None)
+    _check(args)
+    free = _free(args)
+    estimate = replace(_estimate(args), free=free, link=args.link * 1e6 if args.link else None)
     if args.plot is not None:
         save(draw(estimate), args.plot)
     if args.json:
@@ -95,6 +100,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         echo(_screen(estimate))
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what is wrong whatever is measured, before that takes its time."""
+    for own in args.codec:
+        check_codec(own)
+    if args.lm_head is not None and args.root is None:
+        raise SampleError("--lm-head judges the states of a PATH; a --model brings its own")
+    if args.model is None:
+        if args.text or args.layers:
+            raise SampleError("--text and --layers are for --model")
+        return
+    if args.root is not None:
+        raise SampleError("give a PATH or --model, not both")
+    if not args.text:
+        raise SampleError("--model needs a text to run on: give --text FILE")
+    if args.tokens is None and args.samples is None:
+        raise SampleError(
+            "a model does not say how large the data set will be: give --tokens, such as 87.8M, or --samples"
+        )
+    if missing := [str(file) for file in args.text if not file.is_file()]:
+        raise SampleError(f"no such text file: {', '.join(missing)}")
 
 
 def _estimate(args: argparse.Namespace) -> Estimate:
@@ -108,8 +135,6 @@ def _estimate(args: argparse.Namespace) -> Estimate:
 
 
 def _from_model(args: argparse.Namespace) -> Estimate:
-    if args.root is not None or not args.text or (args.tokens is None and args.samples is None):
-        raise HsStreamError("--model takes no PATH: give --text to run it on, and --tokens or --samples")
     drawn, head = run_model(args.model, args.text, args.layers)
     teacher = None if head is None else Teacher(head)
     return _measured(args, drawn, teacher, f" of {Path(args.model).name}")
@@ -118,25 +143,25 @@ def _from_model(args: argparse.Namespace) -> Estimate:
 def _from_path(args: argparse.Namespace) -> Estimate:
     """Of shards where there are any, else of another program's files."""
     options = Options(last_norm=args.last_norm, hidden_size=args.hidden, all_supervised=True)
+    head = None if args.lm_head is None else load_lm_head(args.lm_head)
     if "://" in args.root or any(local_path(args.root).glob("*.tar")):
         drawn = draw_root(args.root, storage_options(args))
     else:
         drawn = draw_source(args.root, args.format, options)
     notes = [f"; {count(drawn.bad)} could not be read"] if drawn.bad else []
     notes += [f"; stored as {drawn.lossy}, whose own errors are not counted"] if drawn.lossy else []
-    return _measured(args, drawn, _teacher(args, drawn), "".join(notes))
+    teacher = None if head is None else _teacher(args, drawn, head)
+    return _measured(args, drawn, teacher, "".join(notes))
 
 
-def _teacher(args: argparse.Namespace, drawn: Drawn) -> Teacher | None:
-    if args.lm_head is None:
-        return None
+def _teacher(args: argparse.Namespace, drawn: Drawn, head: torch.Tensor) -> Teacher:
     norm = args.last_norm or drawn.norm
     if norm not in ("pre", "post"):
         raise SampleError(
             "nothing says whether these last hidden states are before or after the final norm: "
             "give --last-norm pre or --last-norm post"
         )
-    return Teacher(load_lm_head(args.lm_head), FinalNorm(args.lm_head) if norm == "pre" else None)
+    return Teacher(head, FinalNorm(args.lm_head) if norm == "pre" else None)
 
 
 def _measured(args: argparse.Namespace, drawn: Drawn, teacher: Teacher | None, note: str) -> Estimate:

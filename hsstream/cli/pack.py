@@ -22,6 +22,8 @@ from hsstream.cli.arguments import (
     codec,
     integers,
     positive,
+    seconds,
+    shard_name,
     storage_option,
     storage_options,
 )
@@ -110,7 +112,7 @@ def _root_arguments(group: argparse._ArgumentGroup) -> None:
     add("--codec", metavar="CODEC", type=codec, default="fp8", help="preset, codec, or aux=CODEC,last=CODEC")
     add("--compression", choices=COMPRESSIONS, help="what suits the codec, unless given")
     add("--shard-bytes", metavar="BYTES", type=number, default=10**9, help="size of a shard: 1G unless given")
-    add("--name", default="hs", help="shards are called NAME-000000.tar, ...")
+    add("--name", default="hs", type=shard_name, help="shards are called NAME-000000.tar, ...")
     add("--storage-option", metavar="KEY=VALUE", action="append", default=[], type=storage_option)
 
 
@@ -126,17 +128,17 @@ def _run_arguments(group: argparse._ArgumentGroup) -> None:
     add("--on-bad", choices=("raise", "skip"), default="raise", help="a file that cannot be taken over")
     add("--delete-source", action="store_true", help="delete each file once it is sealed and verified")
     add("--follow", action="store_true", help="go on taking files as they are dumped, until Ctrl-C")
-    add("--settle", metavar="S", type=float, default=2.0, help="a file unchanged for S seconds is complete")
-    add("--patience", metavar="S", type=float, default=60.0, help="one that does not parse is bad after S")
+    add("--settle", metavar="S", type=seconds, default=2.0, help="a file unchanged for S seconds is complete")
+    add("--patience", metavar="S", type=seconds, default=60.0, help="one that does not parse is bad after S")
     add(
         "--seal-after",
         metavar="S",
-        type=float,
+        type=seconds,
         default=30.0,
         help="seal what there is after S without a file",
     )
-    add("--commit-every", metavar="S", type=float, default=60.0, help="show readers what is sealed every S")
-    add("--idle-exit", metavar="S", type=float, help="end after S without a file")
+    add("--commit-every", metavar="S", type=seconds, default=60.0, help="show readers what is sealed every S")
+    add("--idle-exit", metavar="S", type=seconds, help="end after S without a file")
 
 
 def run(args: argparse.Namespace) -> int:

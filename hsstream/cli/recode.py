@@ -10,7 +10,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hsstream.cli.arguments import Commands, Parser, codec, positive, storage_option, storage_options
+from hsstream.cli.arguments import (
+    Commands,
+    Parser,
+    codec,
+    positive,
+    shard_name,
+    storage_option,
+    storage_options,
+)
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, ratio, size
 from hsstream.cli.progress import Bar
@@ -38,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     )
     add("--compression", choices=COMPRESSIONS, help="kept, or what suits a new codec, unless given")
     add("--shard-bytes", metavar="BYTES", type=number, default=10**9, help="size of a shard: 1G unless given")
-    add("--name", default="hs", help="shards are called NAME-000000.tar, ...")
+    add("--name", default="hs", type=shard_name, help="shards are called NAME-000000.tar, ...")
     add("--last-norm", choices=("pre", "post"), help="last hidden state: before or after the final norm")
     add("--to-post-norm", metavar="MODEL", type=local_path, help="apply the final norm of this model folder")
     add_teacher(parser)
@@ -96,7 +104,10 @@ def _select(args: argparse.Namespace) -> Select:
         lines = args.keys.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SampleError(f"{args.keys}: cannot be read: {error}") from None
-    return [line.strip() for line in lines if line.strip()]
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise SampleError(f"{args.keys} names no key: {counted(len(lines), 'line')}, all of them empty")
+    return keys
 
 
 def _summary(report: RecodeReport) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hsstream.catalog import Catalog, Source
-from hsstream.cli.arguments import Commands, new_command, open_root, positive
+from hsstream.cli.arguments import Commands, new_command, open_root, positive, rate
 from hsstream.cli.output import count, counted, echo, echo_json, size, table
 from hsstream.cli.picture import picture_file, save
 from hsstream.cli.simulate_plot import draw
@@ -23,6 +23,7 @@ from hsstream.simulate import Policy, PolicyReport, simulate
 from hsstream.supervision import delivered_supervised
 
 _DEFAULT_TOKENS = 16_384
+_MOST_RANKS = 1 << 20
 _NOTES = (
     "waste: padding among all tokens of the batches. tokens, bytes: of all ranks in a",
     "step. read: what a rank must read. window: bytes of the samples that a window",
@@ -53,10 +54,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--lanes", metavar="N", type=positive)
     parser.add_argument("--tail", choices=("drop", "repeat", "mask"), default="drop")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
-    parser.add_argument("--world", metavar="N", type=positive, default=1, help="ranks")
-    parser.add_argument("--step-ms", metavar="MS", type=float, default=1000.0, help="time of a training step")
+    parser.add_argument("--world", metavar="N", type=_ranks, default=1, help="ranks")
+    parser.add_argument("--step-ms", metavar="MS", type=rate, default=1000.0, help="time of a training step")
     parser.add_argument("--plot", metavar="FILE", type=picture_file, help="also draw it, as PNG, SVG or PDF")
     parser.set_defaults(run=run)
+
+
+def _ranks(text: str) -> int:
+    return positive(text, _MOST_RANKS)
 
 
 def _bounds(text: str) -> int | tuple[int, ...]:

@@ -30,6 +30,8 @@ def run_model(
 
     layers: 0-based outputs of decoder layers; those of EAGLE-3 unless given.
     """
+    if Path(path).is_absolute() and not Path(path).is_dir():
+        raise SampleError(f"{path}: no such model folder")
     tokenizer, model = _load(path)
     head = model.get_output_embeddings()
     pieces = (piece for text in texts for piece in _pieces(tokenizer, Path(text)))

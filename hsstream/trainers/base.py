@@ -13,6 +13,7 @@ of layer k - 1.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,14 @@ from hsstream.schema import DatasetInfo, TensorSpec
 from hsstream.selection import Select, select_samples
 
 AUX, LAST, IDS, MASK = "aux_hidden_states", "last_hidden_state", "input_ids", "loss_mask"
+_SPECULATORS = {"speculators": "0.9.0", "hs_connectors": "0.9.0"}
+#: A trainer's library -> its packages in the versions that the adapters are tested with.
+VERSIONS = {
+    "specforge": {"specforge": "0.2.0"},
+    "speculators": _SPECULATORS,
+    "hs_connectors": _SPECULATORS,
+    "modelopt": {"nvidia-modelopt": "0.47.0"},
+}
 LAYER_OUTPUT, HF_INDEX = "layer_output_0based", "hf_hidden_states_index"
 
 
@@ -174,17 +183,38 @@ def option(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-def require(module: str, package: str | None = None) -> Any:
-    """A module of a trainer, imported where it is used: none of them is a dependency.
+def require(module: str, *names: str) -> Any:
+    """A module of a trainer, imported where it is used (none is a dependency); names: what is used of it.
 
     Raises:
-        SampleError: it is not installed.
+        SampleError: it is not installed, or another version that lacks the module or a name.
     """
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ImportError as error:
-        name = package or module.partition(".")[0]
-        raise SampleError(f"{module} cannot be imported ({error}): install {name}") from error
+        raise SampleError(f"{module} cannot be imported ({error}): {advice(module)}") from error
+    for name in names:
+        if not hasattr(found, name):
+            raise SampleError(f"{module} has no {name}: {advice(module)}")
+    return found
+
+
+def advice(module: str) -> str:
+    """Which packages a module belongs to, in the versions that hsstream knows, and which are installed."""
+    library = module.partition(".")[0]
+    wanted = VERSIONS.get(library)
+    if wanted is None:
+        return f"install {library}"
+    needed = " and ".join(f"{package} {version}" for package, version in wanted.items())
+    found = " and ".join(map(_installed, wanted))
+    return f"{needed} needed, {found} found"
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"
 
 
 class Samples:

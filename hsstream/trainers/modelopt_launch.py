@@ -38,7 +38,7 @@ def launch(roots: Sequence[str], words: Sequence[str], storage_options: dict[str
             "name the training script behind --, such as Model-Optimizer's "
             f"examples/speculative_decoding/main.py; found {words[0] if words else 'nothing'!r}"
         )
-    utils = require("modelopt.torch.speculative.eagle.utils", "nvidia-modelopt")
+    utils = require("modelopt.torch.speculative.eagle.utils")
     trainer = require("transformers").Trainer
 
     size = _sample_size(words)

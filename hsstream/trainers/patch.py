@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hsstream.errors import SampleError
+from hsstream.trainers.base import advice
 
 
 @contextmanager
@@ -23,7 +24,10 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     for owner, name, _ in changes:
         if not hasattr(owner, name):
             where = getattr(owner, "__name__", repr(owner))
-            raise SampleError(f"{where} has no {name}: hsstream does not know this version of the trainer")
+            known = advice(getattr(owner, "__module__", where))
+            raise SampleError(
+                f"{where} has no {name}: hsstream does not know this version of the trainer: {known}"
+            )
     with ExitStack() as stack:
         for owner, name, value in changes:
             stack.callback(setattr, owner, name, getattr(owner, name))

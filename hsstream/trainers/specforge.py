@@ -133,7 +133,7 @@ class SpecForgeBatches(Stream[Any]):
         self._strategy = _known(strategy)
         self._batch_size, self._max_length, self._ttt_length = batch_size, max_length, ttt_length
         self._usp = _checked_usp(usp, self._strategy, batch_size)
-        self._train_batch = require("specforge.runtime.contracts", "specforge").TrainBatch
+        self._train_batch = require("specforge.runtime.contracts", "TrainBatch").TrainBatch
         catalog = open_catalog(roots, storage_options)
         steps = ttt_length if self._strategy.eagle else None
         places = check(catalog.first.index.info, need(self._strategy, layers, hidden_size, steps))

@@ -41,7 +41,7 @@ def launch(
     Raises:
         SampleError, SchemaMismatchError: SpecForge is missing or of another version; the data do not fit.
     """
-    cli, plans = require("specforge.cli", "specforge"), require("specforge.launch_plan")
+    cli, plans = require("specforge.cli", "main"), require("specforge.launch_plan")
     assembly, launcher = require("specforge.training.assembly"), require("specforge.launch")
     run = _Run(roots, eval_roots, storage_options, launcher)
     again = partial(
@@ -194,7 +194,7 @@ class _Run:
         launcher, size = self._launcher, settings.get("batch_size", 1)
         control = require("specforge.runtime.control_plane")
         planes = require("specforge.runtime.control_plane.metadata_store")
-        store = require("specforge.runtime.data_plane.feature_store").LocalFeatureStore
+        store = require("specforge.runtime.data_plane.feature_store", "LocalFeatureStore").LocalFeatureStore
         run_id, algorithm = settings["run_id"], settings["algorithm"]
         head = settings.pop("target_head") if algorithm.providers.step.uses_external_target_head else None
         settings.pop("target_head", None)

@@ -192,7 +192,7 @@ def _draft_of(args: argparse.Namespace) -> tuple[tuple[int, ...] | None, int | N
 
 def register() -> None:
     """Enter the backend, once. Must come before `speculators.train.config` is imported."""
-    backends = require("hs_connectors").HiddenStatesBackend
+    backends = require("hs_connectors", "HiddenStatesBackend").HiddenStatesBackend
     if BACKEND not in backends.registry:
         backends.register(BACKEND)(Backend)
 

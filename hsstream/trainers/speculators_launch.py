@@ -59,8 +59,8 @@ def launch(
         SampleError, SchemaMismatchError: speculators is missing or of another version; the data do not fit.
     """
     register()
-    train = require("speculators.train.cli", "speculators")
-    config = require("speculators.train.config").TrainConfig
+    train = require("speculators.train.cli", "main", "build_draft_model")
+    config = require("speculators.train.config", "TrainConfig").TrainConfig
     _check_registered()
     resolved = config.resolve(_words(words, roots, storage_options))
     verifier = resolved.verifier
@@ -98,7 +98,7 @@ def _words(words: Sequence[str], roots: Sequence[str], storage_options: dict[str
 
 
 def _check_registered() -> None:
-    resolution = require("speculators.train.config.resolution")
+    resolution = require("speculators.train.config.resolution", "_BACKEND_ACTIONS")
     if BACKEND not in resolution._BACKEND_ACTIONS:
         raise SampleError(
             "speculators.train.config was imported before the backend hsstream was registered: import "

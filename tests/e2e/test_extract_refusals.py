@@ -171,3 +171,24 @@ def test_a_target_that_fills_up_keeps_what_was_written(
     assert "no space left" in line
     assert "kept" in line
     assert hs.ShardReader(tmp_path / "out").keys() == calls[:3]
+
+
+def test_nothing_to_extract_says_why(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    asked = json.dumps({"messages": [{"role": "user", "content": "why"}]})
+    chats.write_text("\n".join([asked] * 20))
+    said = fails(capsys, run(model_dir, chats, tmp_path / "out"), 2)
+    assert (
+        "nothing to extract from 20 documents of 1 files: 20 conversations left out: no assistant turn"
+        in said
+    )
+    assert not (tmp_path / "out").exists()
+    chats.write_text("")
+    assert "0 documents of 1 files: there is no document" in fails(
+        capsys, run(model_dir, chats, tmp_path / "out"), 2
+    )
+    chats.write_text(json.dumps({"text": "a"}))
+    said = fails(capsys, run(model_dir, chats, tmp_path / "out", "--part", "5/8"), 2)
+    assert "--part 5/8 gets none of the samples of 1 documents" in said

@@ -6,11 +6,12 @@ import copy
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from samples import Tensors, exact
+from samples import Tensors, exact, write_root
 from torch.utils.data import default_convert
 
 from hsstream.batch import (
@@ -25,7 +26,9 @@ from hsstream.batch import (
 )
 from hsstream.codecs import Part, parse_codec
 from hsstream.codecs.base import ScaledCodec
+from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError
+from hsstream.plan import Batching
 from hsstream.sample import prepare_sample
 from hsstream.schema import Schema, schema_of
 
@@ -306,3 +309,22 @@ def test_moving_a_batch_dequantises_and_keeps_the_rest() -> None:
     assert torch.equal(moved["states"], torch.full((1, 2, 4), 2.0, dtype=torch.bfloat16))
     assert isinstance(batch["states"], Quantized)
     assert moved["input_ids"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None, float, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("codec", ["fp8", "raw"])
+def test_a_dtype_that_states_cannot_have_is_refused_at_once(codec: str, dtype: Any, tmp_path: Path) -> None:
+    write_root(tmp_path, codec=codec)
+    with pytest.raises(SampleError, match="dtype must be torch"):
+        HiddenStateDataset(tmp_path, batching=Batching(batch_size=2), dtype=dtype)
+
+
+def test_float64_is_for_lossless_codecs(tmp_path: Path) -> None:
+    write_root(tmp_path / "fp8", codec="fp8")
+    with pytest.raises(
+        SampleError, match="aux_hidden_states: codec fp8 delivers bfloat16, float16 and float32"
+    ):
+        HiddenStateDataset(tmp_path / "fp8", batching=Batching(batch_size=2), dtype=torch.float64)
+    written = write_root(tmp_path / "raw", codec="raw", shape={"dtype": torch.float64})
+    batches = HiddenStateDataset(written, batching=Batching(batch_size=2), dtype=torch.float64)
+    assert next(iter(batches))["last_hidden_state"].dtype is torch.float64

@@ -333,7 +333,7 @@ def test_simulate_as_json(call: Call, root: Path) -> None:
         (["--pad-to", "8,4"], "must ascend"),
         (["--pad-to", "x"], "expected an integer of 1 or more, found 'x'"),
         (["--world", "99"], "has no step for 99 ranks"),
-        (["--step-ms", "0"], "step_ms must be above 0"),
+        (["--step-ms", "0"], "expected a number above 0"),
         (["--plot", "/nowhere/x.png"], "plot"),
     ],
 )
@@ -382,6 +382,60 @@ def test_wrong_calls_are_one_line(call: Call, words: list[str], message: str) ->
     assert message in err
     assert err.startswith("hsstream: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        *(
+            (to, ["--name", name], "1 to 64 characters")
+            for to in ("pack", "recode")
+            for name in ("a b", ".x", "")
+        ),
+        ("pack", ["--follow", "--settle", "-1"], "a number 0 or more, found '-1'"),
+        ("pack", ["--follow", "--idle-exit", "nan"], "a number 0 or more, found 'nan'"),
+        ("pack", ["--shard-bytes", "0"], "a number such as 87.8M"),
+        ("recode", ["--prefix", "a b"], "key 'a ba' is not allowed"),
+        ("recode", ["--prefix", "x" * 56], "is not allowed: 1 to 56"),
+        ("recode", ["--codec", "fp8,last=raw"], "expected a codec, or aux=CODEC"),
+        ("recode", ["--codec", "aux="], "expected a codec, or aux=CODEC"),
+        ("recode", ["--codec", "foo=raw"], "no tensor foo in"),
+        ("export", ["--to", "dance"], "invalid choice: 'dance'"),
+    ],
+)
+def test_wrong_values_are_refused_before_any_work(
+    call: Call, root: Path, tmp_path: Path, command: str, words: list[str], message: str
+) -> None:
+    code, out, err = call(command, root, tmp_path / "dst", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["estimate", "--hidden", "64", "--tokens", "9", "--link", "0"], "a number above 0, found '0'"),
+        (["estimate", "--hidden", "64", "--tokens", "9", "--link", "nan"], "a number above 0, found 'nan'"),
+        (["estimate", "--hidden", "64", "--tokens", "9", "--dest", "s3://b/x"], "give --free"),
+        (["estimate", "--hidden", str(1 << 31), "--tokens", "9"], "an integer of 1 to 2,147,483,647"),
+        (["simulate", "x", "--step-ms", "inf"], "a number above 0, found 'inf'"),
+        (["simulate", "x", "--batch-size", "9" * 30], "an integer of 1 to 2,147,483,647"),
+        (["simulate", "x", "--pad-to", "9" * 30], "an integer of 1 to 2,147,483,647"),
+        (["simulate", "x", "--world", "9999999"], "an integer of 1 to 1,048,576"),
+        (["vocab", "x", "--out", "s3://bucket/map.pt"], "a path on this machine"),
+        (["export", "x", "s3://bucket/files", "--to", "safetensors"], "a path on this machine"),
+    ],
+)
+def test_values_that_no_data_set_can_have(call: Call, words: list[str], message: str) -> None:
+    test_wrong_calls_are_one_line(call, words, message)
+
+
+def test_a_vocabulary_beyond_memory_is_refused(call: Call, root: Path) -> None:
+    test_wrong_calls_are_one_line(
+        call, ["vocab", str(root), "--vocab-size", "999999999"], "at most 67,108,864"
+    )
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "index", "simulate"])

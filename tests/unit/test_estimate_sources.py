@@ -227,8 +227,15 @@ def test_float32_files_leave_out_what_a_writer_would_refuse(tmp_path: Path, caps
     [
         ((), "give a PATH, --model and --text, or --hidden and --tokens"),
         (("--hidden", 64), "or --hidden and --tokens"),
-        (("--model", "somewhere"), "--model takes no PATH: give --text"),
-        (("--model", "somewhere", "--text", "a.txt"), "--tokens or --samples"),
+        (("--model", "somewhere"), "give --text FILE"),
+        (("--model", "somewhere", "--text", __file__), "give --tokens, such as 87.8M, or --samples"),
+        (("--model", "somewhere", "--text", "no.txt", "--tokens", 5), "no such text file: no.txt"),
+        (("there", "--model", "somewhere", "--text", __file__), "a PATH or --model, not both"),
+        (("--model", "/nowhere", "--text", __file__, "--tokens", 5), "/nowhere: no such model folder"),
+        (("--text", __file__, "--hidden", 64, "--tokens", 5), "are for --model"),
+        (("--hidden", 64, "--tokens", 5, "--lm-head", "x"), "judges the states of a PATH"),
+        (("nowhere", "--codec", "zz"), "unknown codec 'zz'"),
+        (("nowhere", "--lm-head", "/no/model"), "/no/model: no *.safetensors there"),
         (("--hidden", 64, "--tokens", 10, "--dest", "s3://bucket/a"), "give --free, the quota"),
     ],
 )

@@ -139,7 +139,7 @@ def test_keys_and_splits_choose_samples(tmp_path: Path) -> None:
     assert parts.keys() == written.keys()
     with pytest.raises(SampleError, match="not in the data set"):
         recode(replace(job(tmp_path), root=str(tmp_path / "x"), select=["nobody"]))
-    with pytest.raises(SampleError, match="nothing is selected"):
+    with pytest.raises(SampleError, match=r"nothing is selected: .* takes none of \d+ samples"):
         recode(replace(job(tmp_path), root=str(tmp_path / "x"), select=range(0)))
     assert not (tmp_path / "x").exists()
 
@@ -479,3 +479,11 @@ def test_without_last_states_there_is_nothing_to_say(tmp_path: Path) -> None:
     write_root(tmp_path / "a", made={"a": {"input_ids": torch.arange(4)}})
     with pytest.raises(SampleError, match="stores no last hidden states"):
         recode(job(tmp_path, last_norm="post"))
+
+
+def test_a_list_without_a_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_root(tmp_path / "a")
+    (tmp_path / "keys").write_text("\n \n")
+    assert main(["recode", str(tmp_path / "a"), str(tmp_path / "out"), "--keys", str(tmp_path / "keys")]) == 2
+    assert "keys names no key: 2 lines, all of them empty" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

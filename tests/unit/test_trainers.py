@@ -441,8 +441,64 @@ def test_rows_are_found_by_their_tokens_and_the_transfer_is_picklable(tmp_path: 
 
 
 def test_a_trainer_that_is_not_installed_is_named() -> None:
-    with pytest.raises(SampleError, match="install some-package"):
-        require("no_such_trainer.module", "some-package")
+    with pytest.raises(SampleError, match="install no_such_trainer"):
+        require("no_such_trainer.module")
+
+
+def installed(site: Path, **versions: str) -> None:
+    """Packages as an installer leaves them, without their code."""
+    for name, version in versions.items():
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "versions", "text"),
+    [
+        ("speculators", {"speculators": "0.7.0"}, "speculators 0.7.0 and no hs_connectors found"),
+        ("speculators", {}, "no speculators and no hs_connectors found"),
+        ("specforge", {"specforge": "0.1.0"}, "specforge 0.2.0 needed, specforge 0.1.0 found"),
+        (
+            "modelopt",
+            {"nvidia_modelopt": "0.40.0"},
+            "nvidia-modelopt 0.47.0 needed, nvidia-modelopt 0.40.0 found",
+        ),
+    ],
+)
+def test_a_trainer_of_another_version_is_named_with_the_one_that_is_needed(
+    trainer: str,
+    versions: dict[str, str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    installed(tmp_path / "site", **versions)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    (tmp_path / "main.py").touch()
+    words = ["--", str(tmp_path / "main.py")] if trainer == "modelopt" else []
+    assert main(["train", trainer, "--root", str(write_root(tmp_path / "root")), *words]) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_name_that_another_version_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hs_connectors.py").write_text("")
+    installed(tmp_path, speculators="0.7.0", hs_connectors="0.8.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hs_connectors", raising=False)
+    with pytest.raises(
+        SampleError, match=r"has no Backend: .* speculators 0.7.0 and hs_connectors 0.8.0 found"
+    ):
+        require("hs_connectors", "Backend")
+    module = sys.modules.pop("hs_connectors")
+    with (
+        pytest.raises(SampleError, match=r"hs_connectors has no main: .*hs_connectors 0.8.0 found"),
+        replaced((module, "main", 1)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("text", "roots"), [("a,b", "a,b"), ('["a", "b"]', ["a", "b"])])

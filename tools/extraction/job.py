@@ -22,7 +22,7 @@ from extraction.errors import ExtractError
 from extraction.progress import Counts, Progress
 from extraction.source import SourceFile, list_files
 from extraction.space import StoredBytes, check_codec, check_space, state_bytes
-from extraction.tokens import Tokenizing, TokenSample
+from extraction.tokens import Tokenizing, TokenSample, told
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def run_job(job: Job, progress: Progress) -> Run:
     check_codec(job.codec, job.last_norm)
     first = next(stream, None)
     if first is None:
-        raise ExtractError(f"no tokens in {', '.join(job.sources)}: nothing to extract")
+        raise ExtractError(_nothing(job, tokenizing, len(files)))
     project = _Projection(files, tokenizing, job)
     run.counts.total_tokens = project.total_tokens()
     check_space(job.out, run.counts.total_tokens, len(layers) + 1, hidden, job.codec, job.dtype)
@@ -91,6 +91,14 @@ def run_job(job: Job, progress: Progress) -> Run:
     run.counts.stored_bytes, run.counts.complete = stored.since_start(), True
     run.dropped["nonfinite"] = len(writer.stats().skipped)
     return run
+
+
+def _nothing(job: Job, tokenizing: Tokenizing, files: int) -> str:
+    """Why there is no sample."""
+    read = f"{tokenizing.documents:,} documents of {files:,} files"
+    if tokenizing.read_tokens:
+        return f"nothing to extract: --part {job.part[0]}/{job.part[1]} gets none of the samples of {read}"
+    return f"nothing to extract from {read}: {'; '.join(told(tokenizing.dropped)) or 'there is no document'}"
 
 
 def _tokenizer(job: Job) -> Any:

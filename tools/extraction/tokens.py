@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,21 @@ import numpy as np
 from extraction.errors import SourceError
 from extraction.masks import tokenize_chat
 from extraction.source import Document, SourceFile, read_documents
+
+#: What is said of documents and samples that were left out or cut.
+_TOLD = {
+    "bad": "{:,} documents left out: they cannot be used (listed above)",
+    "empty": "{:,} documents left out: no tokens",
+    "nonfinite": "{:,} samples left out: NaN or Inf in their states",
+    "truncated": "{:,} conversations truncated to --max-length",
+    "unanswered": "{:,} conversations left out: no assistant turn (--loss-mask all supervises every token)",
+    "unsupervised": "{:,} conversations left out: no supervised token within --max-length",
+}
+
+
+def told(dropped: Mapping[str, int]) -> list[str]:
+    """A line for each reason, with its count."""
+    return [_TOLD[reason].format(count) for reason, count in sorted(dropped.items()) if count]
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class Tokenizing:
     loss: str = "assistant"
     on_bad: str = "raise"
     text_field: str = "text"
+    documents: int = 0
     read_bytes: int = 0
     read_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -54,6 +70,7 @@ class Tokenizing:
         """Every sample of every file, in order; bad documents stop the run or are counted."""
         for file in files:
             for document in read_documents(file, self.text_field):
+                self.documents += 1
                 yield from self._checked(document)
 
     def _checked(self, document: Document | SourceError) -> list[TokenSample]:
@@ -85,7 +102,8 @@ class Tokenizing:
         self.dropped["truncated"] += len(ids) > self.max_length
         ids, mask = ids[: self.max_length], mask[: self.max_length]
         if not any(mask):
-            self.dropped["unsupervised"] += 1
+            answered = any(message.get("role") == "assistant" for message in messages)
+            self.dropped["unsupervised" if answered else "unanswered"] += 1
             return []
         return [_sample(document.origin, 0, ids, mask)]
 
