@@ -181,7 +181,6 @@ class Appender:
         """Append what is queued, seal the last shard, end the threads; then `check`."""
         self.end()
         self._thread.join()
-        self._pool.shutdown()
         self.check()
 
     def _run(self) -> None:
@@ -199,7 +198,7 @@ class Appender:
             self._take(*self._gathered.pop(0))
         if self._builder is not None:
             self._try_seal()
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown()
         if self._then is not None:
             self._then()
 

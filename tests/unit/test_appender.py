@@ -456,6 +456,7 @@ def test_in_step_gathered_records_are_appended_when_put_returns(
         seen.append(len(appended))
     appender.finish()
     assert seen == [0, 2, 2, 4, 4]
+    assert list(appender.sealed.shards) == ["a-000000.tar"]
     assert list(readable(tmp_path)) == appended == [f"s{number}" for number in range(5)]
 
 
