@@ -108,6 +108,7 @@ class Appender:
         self._granted = 0
         self.failure: BaseException | None = None
         self.sealed = Sealed()
+        self._ended = False
         self._then: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="hsstream-append", daemon=True)
         self._thread.start()
@@ -136,9 +137,7 @@ class Appender:
     def _begun(self, plain: PlainRecord) -> Future[Record] | PlainRecord:
         try:
             return self._pool.submit(seal, plain)
-        except (
-            RuntimeError
-        ):  # the main thread has ended, and with it every pool: the appending thread does it
+        except RuntimeError:  # the main thread has ended, and every pool with it
             return plain
 
     def _hand_over(self, in_step: bool = False) -> None:
@@ -174,17 +173,29 @@ class Appender:
 
         Takes no lock: garbage collection may call it at any moment, in any thread.
         """
-        self._then = then
-        self._items.put(None)
+        if not self._ended:
+            self._ended, self._then = True, then
+            self._items.put(None)
 
     def finish(self) -> None:
         """Append what is queued, seal the last shard, end the threads; then `check`."""
         self.end()
         self._thread.join()
-        self._pool.shutdown()
         self.check()
 
     def _run(self) -> None:
+        self._append_until_end()
+        # What was gathered last, or handed over behind the end, which takes no lock.
+        self._hand_over()
+        self._items.put(None)
+        self._append_until_end()
+        if self._builder is not None:
+            self._try_seal()
+        self._pool.shutdown()
+        if self._then is not None:
+            self._then()
+
+    def _append_until_end(self) -> None:
         while (item := self._next()) is not None:
             if isinstance(item, _Moment):
                 if item.seals:
@@ -195,13 +206,6 @@ class Appender:
                 self._take(*entry)
             # Or the last record would stay in memory until the next one comes.
             del item, entry
-        while self._gathered:
-            self._take(*self._gathered.pop(0))
-        if self._builder is not None:
-            self._try_seal()
-        self._pool.shutdown(wait=False)
-        if self._then is not None:
-            self._then()
 
     def _next(self) -> _Entry | None:
         while True:

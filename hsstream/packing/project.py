@@ -106,8 +106,8 @@ def project(job: Job, store: Store | None = None) -> Projection:
         tensors=tensors,
         codec=codec_text(job.codec),
         stored_bytes=round(sums.stored / sums.source * total),
-        free=None if store is None else store.free_bytes(),
         dropped=sums.dropped,
+        free=None if store is None or store.spool() is not None else store.free_bytes(),
         bad=len(bad),
         first_bad=bad[0] if bad else None,
     )

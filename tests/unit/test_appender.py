@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -218,6 +219,37 @@ def test_a_failure_is_reported_only_when_what_came_before_is_sealed(
     with pytest.raises(SampleError, match="spoilt"):
         appender.finish()
     assert list(readable(tmp_path)) == ["s0"]
+
+
+def test_an_end_while_gathered_records_are_handed_over_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage collection may end the appender between the look at the queue and the handing over."""
+    monkeypatch.setattr(appender_module, "SMALL_BYTES", 1 << 20)
+    appender = started(LocalStore(tmp_path))
+    queued = appender._items
+
+    looking = threading.Event()
+
+    class Ending:
+        put = queued.put
+
+        def get(self, timeout: float) -> Any:
+            looking.set()
+            try:
+                return queued.get(timeout=timeout)
+            except queue.Empty:
+                if appender._gathered:
+                    appender.end()
+                raise
+
+    monkeypatch.setattr(appender, "_items", Ending())
+    assert looking.wait(GUARD)
+    put_all(appender, ["s0", "s1"])
+    appender._thread.join(GUARD)
+    assert not appender._thread.is_alive()
+    appender.finish()
+    assert list(readable(tmp_path)) == ["s0", "s1"]
 
 
 def test_small_records_are_handed_over_together_and_keep_their_place(
@@ -456,6 +488,7 @@ def test_in_step_gathered_records_are_appended_when_put_returns(
         seen.append(len(appended))
     appender.finish()
     assert seen == [0, 2, 2, 4, 4]
+    assert list(appender.sealed.shards) == ["a-000000.tar"]
     assert list(readable(tmp_path)) == appended == [f"s{number}" for number in range(5)]
 
 

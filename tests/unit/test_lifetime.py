@@ -248,6 +248,39 @@ def test_what_cannot_be_sealed_at_the_end_is_said(tmp_path: Path) -> None:
     assert root.is_file()
 
 
+UPLOAD = """
+import atexit, sys
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+from hsstream.storage.posix import SpoolFile
+from hsstream.storage.upload import upload
+
+class Client:
+    exists = staticmethod(lambda name: False)
+    where = staticmethod(lambda name: name)
+    xml = staticmethod(lambda request: ElementTree.fromstring("<x><UploadId>u</UploadId></x>"))
+
+    def ask(self, request):
+        print(request.method, (request.query or {}).get("partNumber"), len(request.body), flush=True)
+        return SimpleNamespace(headers={"etag": "e"})
+
+spool = SpoolFile(Path(sys.argv[1]), "a.tar")
+spool.file.write(bytes(40 << 20))
+atexit.register(upload, Client(), "a.tar", spool, False)
+"""
+
+
+def test_a_large_shard_is_uploaded_at_the_end_too(tmp_path: Path) -> None:
+    """In parts, for which no threads can be had any more."""
+    command = [sys.executable, "-c", UPLOAD, str(tmp_path)]
+    done = subprocess.run(command, timeout=GUARD, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    parts = [f"PUT {number} {size << 20}" for number, size in ((1, 16), (2, 16), (3, 8))]
+    assert done.stdout.splitlines()[:-1] == parts
+    assert done.stdout.splitlines()[-1].startswith("POST None")
+
+
 # --- forks
 
 FORK = """

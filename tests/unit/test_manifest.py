@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from hsstream.errors import FormatError, SchemaMismatchError, StorageError
 from hsstream.index import DatasetIndex
 from hsstream.manifest import MANIFEST, commit_all, open_dataset, read_manifest
 from hsstream.storage import Store, open_store
+from hsstream.storage.base import with_errno
 from hsstream.storage.local import LocalStore
 
 
@@ -208,6 +212,14 @@ def test_indexes_that_are_refused(root: Path, change: Change, reason: str) -> No
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("body", [[], 7, "text", b"\xc1"])
+def test_an_index_that_holds_no_map_is_refused(root: Path, body: Any) -> None:
+    write_index(root, body)
+    with pytest.raises(FormatError) as caught:
+        hs.ShardReader(root)
+    assert caught.value.reason == ("bad_msgpack" if isinstance(body, bytes) else "bad_field")
+
+
 LIES: dict[str, Change] = {
     "another key": lambda i: i["columns"].update(keys=b"s9s1s2"),
     "more tokens": lambda i: i["columns"].update(tokens=numbers([50, 12, 3])),
@@ -368,6 +380,39 @@ def test_a_commit_between_size_and_bytes_is_not_noticed(root: Path, kind: type[R
     store = kind(root)
     store.times = times
     assert open_dataset(store).table.keys == ["s0", "s1", "s2"]
+
+
+@pytest.mark.parametrize("name", ["manifest", "index-"])
+def test_a_place_that_cannot_be_reached_is_not_one_without_a_manifest(root: Path, name: str) -> None:
+    class Broken(LocalStore):
+        def read_all(self, file: str, limit: int) -> bytes:
+            if file.startswith(name):
+                raise with_errno(StorageError("the disk is on fire"), errno.EIO)
+            return super().read_all(file, limit)
+
+    with pytest.raises(StorageError, match="on fire"):
+        open_dataset(Broken(root))
+
+
+def test_a_missing_index_is_named_with_what_to_do(root: Path) -> None:
+    next(root.glob("index-*")).unlink()
+    with pytest.raises(FormatError, match=r"names index-.*, which is missing: run `hsstream index"):
+        hs.ShardReader(root)
+
+
+def test_a_commit_waits_for_another_one_but_not_for_ever(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / MANIFEST).unlink()
+    with ThreadPoolExecutor(1) as pool:
+        with open_store(root).lock(MANIFEST):
+            waiting = pool.submit(commit_all, open_store(root))
+            with pytest.raises(FutureTimeout):
+                waiting.result(0.3)
+            assert not (root / MANIFEST).exists()
+        assert len(waiting.result(60).table) == 3
+    assert (root / MANIFEST).exists()
+    monkeypatch.setattr("hsstream.manifest.LOCK_SECONDS", 0.1)
+    with open_store(root).lock(MANIFEST), pytest.raises(StorageError, match="already open"):
+        commit_all(open_store(root))
 
 
 class Damaging(LocalStore):

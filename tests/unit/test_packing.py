@@ -751,6 +751,8 @@ def test_a_projection_names_what_it_cannot_read_and_needs_no_flags(tmp_path: Pat
     (tmp_path / "src" / "conv-003.pt").write_bytes(b"")
     found = project(job(tmp_path))
     assert (found.looked_at, found.bad) == (9, 1)
+    assert (project(job(tmp_path), open_store(tmp_path)).free or 0) > 0
+    assert project(job(tmp_path), open_store("memory://x")).free is None  # what is free is the spool's
     assert str(found.first_bad).startswith("conv-003.pt: ")
     made_by.write_speculators(tmp_path / "b", samples())
     assert project(job(tmp_path, source=str(tmp_path / "b"))).format == "speculators"

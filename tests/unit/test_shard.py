@@ -152,6 +152,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "longer by a record": (DATA + bytes(10_240), "truncated"),
     "another magic": (footer(magic=b"HSSINDEY"), "truncated"),
     "a payload longer than the file": (footer(payload=1 << 20), "bad_length"),
+    "a payload of a block too many": (footer(payload=len(DATA) - 1024), "bad_length"),
+    "a payload of all there is": (footer(payload=len(DATA) - 1024 - 512), "hash_mismatch"),
     "a payload of no blocks": (footer(payload=1000), "bad_length"),
     "a huge payload": (footer(payload=2**64 - 512), "bad_length"),
     "an index longer than its payload": (footer(length=1 << 20), "bad_length"),
@@ -205,6 +207,19 @@ def test_what_is_no_index_is_refused(index: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(DATA)
     with pytest.raises(FormatError):
         index_of(Shard(tmp_path / "a.tar").data(index))
+
+
+def test_members_may_be_empty_and_a_tar_has_an_end_mark() -> None:
+    def walk(data: bytes) -> list[tuple[str, int, int]]:
+        return list(walk_members(lambda a, b: memoryview(data)[a:b], len(data)))
+
+    members = tar_header("a", 0) + tar_header("b", 512) + bytes(512)
+    assert walk(members + bytes(1024)) == [("a", 512, 512), ("b", 1024, 1536)]
+    for data in (members, members + bytes(511), b""):
+        with pytest.raises(TruncatedShardError, match="no end mark"):
+            walk(data)
+    with pytest.raises(TruncatedShardError, match="ends inside member b"):
+        walk(members[:-1])
 
 
 @pytest.mark.parametrize(
