@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hsstream.codecs.base import Part, RowWriter, ScaledCodec
+from hsstream.delivery import Resumable
 from hsstream.errors import CorruptDataError, SampleError
 from hsstream.sample import BATCH_NAMES, DELIVERED, HIDDEN_STATES, INTEGERS
 from hsstream.schema import Schema, TensorSpec
@@ -69,7 +70,7 @@ class Quantized:
         return replace(self, **{name: change(getattr(self, name)) for name in names})
 
 
-class Batch(dict[str, Any]):
+class Batch(Resumable, dict[str, Any]):
     """Tensors by name, `attention_mask` [B, T] bool, `lengths` [B] int64, `keys` (list of B strings).
 
     With `mode="pack"` B is 1 for the tensors, `lengths` and `keys` have an entry a document, and
@@ -77,12 +78,11 @@ class Batch(dict[str, Any]):
     `position_ids` also with `token_shard`.
 
     Attributes:
-        state: resumes the data set after this batch.
+        state: resumes the data set after this batch; a ResumeError where earlier ones are missing.
         filler: True when the batch only keeps ranks in step: its `loss_mask` is all False.
         meta: the metadata of every sample.
     """
 
-    state: dict[str, Any]
     filler: bool = False
     meta: list[dict[str, Any]]
 

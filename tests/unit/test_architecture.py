@@ -18,12 +18,12 @@ PACKAGE = Path(__file__).parents[2] / "hsstream"
 
 #: From the bottom up. Rooms of one layer do not know each other.
 LAYERS = (
-    {"decoders", "errors", "version", "memory", "ordered", "stats"},
-    {"blocks", "codecs", "plan", "position", "ranks", "sample", "storage", "weights"},
-    {"norm", "presets", "selection", "simulate", "sources", "teacher"},
+    {"decoders", "errors", "version", "memory", "ordered", "processes", "shared_numbers", "stats"},
+    {"blocks", "codecs", "delivery", "plan", "ranks", "sample", "storage", "weights"},
+    {"norm", "position", "presets", "selection", "simulate", "sources", "teacher"},
     {"schema"},
     {"header", "batch"},
-    {"runs", "table"},
+    {"runs", "table", "token_shard"},
     {"encoding"},
     {"decoding"},
     {"fetch", "shard", "space", "stock"},
