@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from hsstream.codecs.backend import FLOATS
 from hsstream.codecs.base import Part, RowWriter, ScaledCodec
+from hsstream.delivery import Resumable
 from hsstream.errors import CorruptDataError, SampleError
 from hsstream.quantized import Quantized as Quantized
 from hsstream.runs import stored_rows
@@ -33,7 +34,7 @@ class Memory(Protocol):
         """An uninitialised host tensor."""
 
 
-class Batch(dict[str, Any]):
+class Batch(Resumable, dict[str, Any]):
     """Tensors by name, `attention_mask` [B, T] bool, `lengths` [B] int64, `keys` (list of B strings).
 
     Where some rows of `last_hidden_state` are not stored (`last_rows="supervised"`), `last_hidden_state_mask`
@@ -45,12 +46,11 @@ class Batch(dict[str, Any]):
     `position_ids` also with `token_shard`.
 
     Attributes:
-        state: resumes the data set after this batch.
+        state: resumes the data set after this batch; a ResumeError where earlier ones are missing.
         filler: True when the batch only keeps ranks in step: its `loss_mask` is all False.
         meta: the metadata of every sample.
     """
 
-    state: dict[str, Any]
     filler: bool = False
     meta: list[dict[str, Any]]
 

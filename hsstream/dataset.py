@@ -7,15 +7,17 @@ reads which part. Refused: what `catalog`, `plan` and `batch` refuse; states of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
-from hsstream.batch import Batch, Memory, Place, choose_columns, pack_places, pad_places
+from hsstream.batch import Batch, Memory, choose_columns, pack_places, pad_places
 from hsstream.catalog import Catalog, Roots, open_catalog
 from hsstream.errors import ResumeError, SampleError
 from hsstream.handover import SharedPool, is_supported
@@ -31,13 +33,15 @@ from hsstream.plan import (
     plan_epoch,
     steps,
 )
-from hsstream.position import Position, Reader
+from hsstream.position import Iteration, Position
+from hsstream.processes import Reader, is_spawning, is_worker_of
 from hsstream.ranks import is_distributed, require_equal_ranks, resolve_rank
 from hsstream.sample import TEACHER, TEACHER_MASK
 from hsstream.selection import Select, copy_numbers, filter_samples, select_samples, weighted_epoch
 from hsstream.stats import Clock, StreamStats
 from hsstream.stream import Job, stream
 from hsstream.supervision import delivered_supervised
+from hsstream.token_shard import checked_shard, cut, window_of
 
 PREFETCH_BYTES = 512 << 20
 
@@ -59,8 +63,10 @@ class HiddenStateDataset(IterableDataset[Batch]):
         layers: places on the layer axis of `aux_hidden_states` to read and deliver; None: all.
         dtype: of delivered hidden states; ids come as int64, masks as bool, the rest as stored.
         dequantize: `host`, or `device`: the batch carries codes, and `batch.to(device)` decodes there.
-        rank, world_size: data-parallel position. None: torch.distributed (then construction is
-            collective: all ranks compare fingerprints), else RANK and WORLD_SIZE, else 0 and 1.
+        rank, world_size: data-parallel position. None: torch.distributed, else RANK and WORLD_SIZE, else 0
+            and 1, as the process that iterates finds them when it begins; a DataLoader worker has those of
+            the process that started it. With a process group, construction is collective: all ranks
+            compare fingerprints. Made before there is one, a data set is not compared.
         threads: threads that decompress and decode.
         storage_options: for the stores of the roots.
         min_tokens, max_tokens: keep only samples stored with at least and at most so many tokens.
@@ -69,7 +75,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
             every rank has the same steps; see `dropped`.
         token_shard: (i, n, overlap): deliver only the i-th of n equal parts of the token axis of every
             batch, plus `overlap` tokens of the next part, with `position_ids`; for sequence parallelism.
-        pin_memory: batches in page-locked memory, for `batch.to("cuda", non_blocking=True)`.
+        pin_memory: batches in page-locked memory, for `batch.to("cuda", non_blocking=True)`; needs a device.
         prefetch_bytes: bound of the compressed bytes in flight, and of the decoded bytes ahead.
         slow_batch_s: log what every stage waits for when a batch takes longer than this.
 
@@ -118,10 +124,11 @@ class HiddenStateDataset(IterableDataset[Batch]):
         }
         self._deliver = (tensors, layers, dtype, dequantize == "device")
         self._rank, self._world_size = rank, world_size
+        self._parent: tuple[int, int, int] | None = None
         self._threads, self._prefetch_bytes = threads, prefetch_bytes
-        self._token_shard = _checked_shard(token_shard, batching)
+        self._token_shard = checked_shard(token_shard, batching)
         # Kept between epochs: fresh memory costs as much as decoding into it.
-        self._memory: Memory = PinnedMemory() if pin_memory else SlabPool(2 * prefetch_bytes)
+        self._memory: Memory = _pinned() if pin_memory else SlabPool(2 * prefetch_bytes)
         self._slow_batch_s = slow_batch_s
         self._clock: Clock | None = None
         self._position = Position()
@@ -192,12 +199,17 @@ class HiddenStateDataset(IterableDataset[Batch]):
     @property
     def rank(self) -> int:
         """This data-parallel rank."""
-        return resolve_rank(self._rank, self._world_size)[0]
+        return self._ranks()[0]
 
     @property
     def world_size(self) -> int:
         """Number of data-parallel ranks."""
-        return resolve_rank(self._rank, self._world_size)[1]
+        return self._ranks()[1]
+
+    def _ranks(self) -> tuple[int, int]:
+        if self._parent is not None and is_worker_of(self._parent[0]):
+            return self._parent[1:]  # a spawned worker has no process group to ask
+        return resolve_rank(self._rank, self._world_size)
 
     @property
     def catalog(self) -> Catalog:
@@ -275,28 +287,31 @@ class HiddenStateDataset(IterableDataset[Batch]):
         return make_state(epoch, consumed, lanes, self._fingerprint) | {"index": self._catalog.digests()}
 
     def stats(self) -> StreamStats:
-        """Time and bytes of each stage in the latest iteration of this process, with a verdict."""
+        """Time and bytes of each stage in the latest iteration, of this process or its workers; a verdict."""
+        workers = self._position.workers()
+        if len(workers):
+            return StreamStats.of_workers(workers["stats"].tolist())
         return StreamStats() if self._clock is None else self._clock.snapshot()
 
     # -- iteration -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
         # Here, not at the first batch: StatefulDataLoader asks for the state of the beginning.
-        reader = _reader()
-        epoch, consumed, skip = self._position.begin(reader)
-        first = (reader.worker or 0) + skip * reader.workers
-        jobs = self._jobs(epoch, consumed, range(first, 1 << 62, reader.workers))
-        self._clock = Clock()
+        iteration = self._position.begin()
+        reader, (rank, world) = iteration.reader, self._ranks()
+        count = steps(len(self._plan(iteration.epoch)), iteration.base, world, self._order.tail)
+        mine = range((reader.worker or 0) + iteration.skipped * reader.workers, count, reader.workers)
+        self._clock = clock = Clock()
         batches = stream(
-            jobs,
+            self._jobs(iteration, mine, rank, world),
             self._columns,
             self._memory_of(reader),
             self._threads,
             self._prefetch_bytes,
-            self._clock,
+            clock,
             self._slow_batch_s,
         )
-        return self._taken(batches)
+        return self._taken(batches, iteration, count, clock)
 
     def _memory_of(self, reader: Reader) -> Memory:
         """In a worker: memory that the process which takes the batches sees too."""
@@ -304,19 +319,20 @@ class HiddenStateDataset(IterableDataset[Batch]):
             self._memory = SharedPool(2 * self._prefetch_bytes)
         return self._memory
 
-    def _taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _taken(
+        self, batches: Iterator[Batch], iteration: Iteration, count: int, clock: Clock
+    ) -> Iterator[Batch]:
         for batch in batches:
-            self._position.advance(batch.state["consumed"])
+            batch.delivery = self._position.advance(iteration, batch.state["consumed"])
+            self._position.report(iteration, clock.snapshot().numbers())
             yield batch
+        self._position.end(iteration, count)
 
-    def _jobs(self, epoch: int, consumed: int, numbers: range) -> Iterator[Job]:
-        """The jobs of this worker: `numbers` are steps of the rank, counted from `consumed`."""
+    def _jobs(self, iteration: Iteration, mine: range, rank: int, world: int) -> Iterator[Job]:
+        """The jobs of this worker: `mine` are steps of the rank, counted from where the iteration began."""
+        epoch, consumed = iteration.epoch, iteration.base
         samples, plan = self._epoch(epoch)
-        rank, world = resolve_rank(self._rank, self._world_size)
-        count = steps(len(plan), consumed, world, self._order.tail)
-        for step in numbers:
-            if step >= count:
-                return
+        for step in mine:
             index, filler = batch_for(step, rank, world, consumed, len(plan), self._order.tail)
             state = self._state(epoch, consumed + (step + 1) * world)
             yield self._job(samples[plan[index]], plan.padded_length(index), filler, state)
@@ -326,17 +342,17 @@ class HiddenStateDataset(IterableDataset[Batch]):
         lengths = self._batching.effective_lengths(self._catalog.lengths[samples]).tolist()
         places = pack_places(lengths) if packed else pad_places(lengths)
         rows = 1 if packed else len(samples)
-        window = _window(self._token_shard, padded)
-        cut = [_cut(place, window) for place in places]
+        window = window_of(self._token_shard, padded)
+        parts = [cut(place, window) for place in places]
         extra = ("position_ids", "document_ids") if packed else ("position_ids",) * bool(self._token_shard)
         extra += (TEACHER_MASK,) * self._in_part
         return Job(
             requests=tuple(
                 self._catalog.request(int(sample), place.first, place.first + place.tokens, self._columns)
-                for sample, place in zip(samples, cut, strict=True)
+                for sample, place in zip(samples, parts, strict=True)
             ),
             infos=tuple(self._catalog.source_of(int(sample))[0].index.info for sample in samples),
-            places=tuple(cut),
+            places=tuple(parts),
             shape=(rows, window.stop - window.start),
             extra=extra,
             filler=filler,
@@ -344,16 +360,18 @@ class HiddenStateDataset(IterableDataset[Batch]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker has no process group to ask.
-        rank, world_size = resolve_rank(self._rank, self._world_size)
-        return self.__dict__ | {"_rank": rank, "_world_size": world_size, "_plans": {}, "_clock": None}
+        # What a process that is being spawned shares with this one if it turns out to be its worker.
+        spawning = is_spawning()
+        position = self._position if spawning else copy(self._position)
+        parent = (os.getpid(), *self._ranks()) if spawning else self._parent
+        return self.__dict__ | {"_position": position, "_parent": parent, "_plans": {}, "_clock": None}
 
 
-def _reader() -> Reader:
-    info = get_worker_info()
-    if info is None:
-        return Reader()
-    return Reader(info.id, info.num_workers, info.seed - info.id)
+def _pinned() -> PinnedMemory:
+    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+    if not (torch.cuda.is_available() or (accelerator is not None and accelerator.is_available())):
+        raise ValueError("pin_memory=True needs a CUDA device or another accelerator: torch finds none")
+    return PinnedMemory()
 
 
 def _identity(catalog: Catalog, samples: NDArray[np.int64]) -> bytes:
@@ -363,38 +381,3 @@ def _identity(catalog: Catalog, samples: NDArray[np.int64]) -> bytes:
     text, lengths = catalog.key_bytes(samples)
     parts = (ids.astype("<u8").tobytes(), lengths.astype("<u1").tobytes(), text, repr(weights).encode())
     return b"".join(parts)
-
-
-def _checked_shard(
-    token_shard: tuple[int, int, int] | None, batching: Batching
-) -> tuple[int, int, int] | None:
-    if token_shard is None:
-        return None
-    if len(token_shard) != 3:
-        raise ValueError(f"token_shard is (i, n, overlap), got {token_shard}")
-    part, parts, overlap = token_shard
-    if not 0 <= part < parts or overlap < 0:
-        raise ValueError(f"token_shard is (i, n, overlap) with 0 <= i < n, got {token_shard}")
-    sizes = [] if batching.mode == "pack" else np.atleast_1d(batching.pad_to).tolist()
-    sizes += [] if batching.max_tokens is None else [batching.max_tokens]
-    if batching.pad == "longest" or any(size % parts for size in sizes):
-        raise ValueError(
-            f"token_shard needs lengths that are a multiple of {parts}: set pad_to and max_tokens"
-        )
-    return token_shard
-
-
-def _window(token_shard: tuple[int, int, int] | None, padded: int) -> range:
-    """The part of the token axis [0, padded) to deliver."""
-    if token_shard is None:
-        return range(padded)
-    part, parts, overlap = token_shard
-    size = padded // parts
-    return range(part * size, min((part + 1) * size + overlap, padded))
-
-
-def _cut(place: Place, window: range) -> Place:
-    """The part of a place that lies in the window, counted from the window's start."""
-    start = min(max(place.start, window.start), window.stop)
-    stop = max(start, min(place.start + place.tokens, window.stop))
-    return Place(place.row, start - window.start, stop - start, start - place.start if stop > start else 0)

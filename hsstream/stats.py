@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, fields
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,8 @@ class StreamStats:
     reading: fetch threads reading (remote stores);
     decoding: decode threads checking, decompressing and decoding (with the page faults of mapped files).
     bytes_read: stored bytes taken; bytes_out: of delivered tensors. batches_ahead, bytes_held: now.
+    workers: of a DataLoader, whose totals these are; seconds, waiting and starving are then their mean, and
+    waiting is the time in which a worker was blocked. 0: a loop in this process.
     """
 
     batches: int = 0
@@ -39,6 +42,22 @@ class StreamStats:
     decoding: float = 0.0
     batches_ahead: int = 0
     bytes_held: int = 0
+    workers: int = 0
+
+    @classmethod
+    def of_workers(cls, rows: Sequence[Sequence[float]]) -> StreamStats:
+        """From `numbers()` of each worker (more numbers are not looked at)."""
+        totals: dict[str, Any] = {}
+        for field, values in zip(fields(cls), zip(*rows, strict=True), strict=False):
+            total = sum(values)
+            if field.name in ("seconds", "waiting", "starving"):
+                total /= len(rows)
+            totals[field.name] = total if isinstance(field.default, float) else int(total)
+        return cls(**totals | {"workers": len(rows)})
+
+    def numbers(self) -> tuple[float, ...]:
+        """The values of all fields but `workers`, in their sequence."""
+        return astuple(self)[:-1]
 
     @property
     def verdict(self) -> str:
@@ -52,7 +71,8 @@ class StreamStats:
             return f"the consumer is the bottleneck ({pace}; it waited {self.waiting:.1f} s)"
         share = self.waiting / self.seconds
         stage = "the network" if self.starving > self.waiting / 2 else "decoding"
-        return f"bound by {stage}: {pace}; the loop waited {share:.0%} of {self.seconds:.1f} s"
+        who = f"{self.workers} workers" if self.workers else "the loop"
+        return f"bound by {stage}: {pace}; {who} waited {share:.0%} of {self.seconds:.1f} s"
 
 
 class Clock:
@@ -60,7 +80,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._stopped: float | None = None
         self._totals: dict[str, Any] = asdict(StreamStats())
         self._running: dict[int, tuple[str, float]] = {}
@@ -87,7 +107,7 @@ class Clock:
     def snapshot(self) -> StreamStats:
         """The totals as of now."""
         with self._lock:
-            seconds = (self._stopped or time.monotonic()) - self._started
+            seconds = (self._stopped or time.monotonic()) - self.started
             return StreamStats(**self._totals | {"seconds": seconds})
 
     def in_flight(self) -> list[str]:

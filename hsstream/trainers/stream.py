@@ -15,12 +15,13 @@ from torch.utils.data import IterableDataset
 
 from hsstream.batch import Batch
 from hsstream.dataset import HiddenStateDataset
+from hsstream.delivery import Resumable
 from hsstream.errors import ResumeError
 
 T = TypeVar("T")
 
 
-class Served(dict[str, Any]):
+class Served(Resumable, dict[str, Any]):
     """A batch as a trainer takes it, and what a training loop may want to know beside.
 
     Attributes:
@@ -31,13 +32,12 @@ class Served(dict[str, Any]):
     sample_keys: list[str]
     meta: list[dict[str, Any]]
     supervised_tokens: int
-    state: dict[str, Any]
     filler: bool = False
 
     def described(self, batch: Batch, loss_mask: torch.Tensor) -> Served:
         """Itself, with the attributes that follow from the batch it was made of."""
         self.sample_keys, self.meta = batch["keys"], batch.meta
-        self.state, self.filler = batch.state, batch.filler
+        self.state, self.filler, self.delivery = batch.state, batch.filler, batch.delivery
         self.supervised_tokens = int(torch.count_nonzero(loss_mask))
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import multiprocessing
@@ -185,6 +186,91 @@ def test_leaving_early_leaves_no_worker_and_the_next_iteration_is_whole(root: Pa
     for _ in batches:
         break
     assert keys(batches) == keys(epoch_of(root, 0))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_look_does_not_spend_a_loaded_position(root: Path, workers: int) -> None:
+    """As Lightning does: an iterator is made and given up before the loop."""
+    whole = epoch_of(root, 0)
+    ds = load(root)
+    ds.load_state_dict(whole[3].state)
+    batches = loader(ds, workers)
+    iter(batches)
+    assert keys(batches) == keys(whole)[4:]
+    assert keys(batches) == keys(whole)
+
+
+def test_loaders_that_have_the_same_seed_do_not_share_a_position(root: Path) -> None:
+    """Every batch once by the first, which resumes, and once more by the second."""
+    whole = epoch_of(root, 0)
+    ds = load(root)
+    ds.load_state_dict(whole[3].state)
+    torch.manual_seed(0)
+    assert keys(loader(ds, 1)) == keys(whole)[4:]
+    torch.manual_seed(0)
+    assert keys(loader(ds, 3)) == keys(whole)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda ds: pickle.loads(pickle.dumps(ds))])
+def test_persistent_workers_of_a_copy_follow_that_copy(root: Path, made: Any) -> None:
+    ds = load(root)
+    again = made(ds)
+    batches = loader(again, 2, persistent_workers=True)
+    for epoch in (0, 1, 2):
+        again.set_epoch(epoch)
+        ds.set_epoch(7)
+        assert keys(batches) == keys(epoch_of(root, epoch))
+    del batches
+
+
+class Late(hs.HiddenStateDataset):
+    """Worker 0 waits for the gate before its first batch."""
+
+    gate: Any = None
+
+    def __iter__(self) -> Iterator[hs.Batch]:
+        info = torch.utils.data.get_worker_info()
+        if info is not None and info.id == 0:
+            assert self.gate.wait(GUARD)
+        return super().__iter__()
+
+
+@pytest.mark.skipif("in_order" not in DataLoader.__init__.__annotations__, reason="torch before 2.6")
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_state_that_would_skip_undelivered_batches_is_refused(root: Path, in_order: bool) -> None:
+    ds = Late(root, BATCHING)
+    ds.gate = multiprocessing.get_context("fork").Event()
+    batches = iter(loader(ds, 2, in_order=in_order))
+    if in_order:
+        ds.gate.set()
+        assert [batch.state["consumed"] for batch in batches] == list(range(1, STEPS + 1))
+        return
+    early = next(batches)
+    assert early["keys"] == epoch_of(root, 0)[1]["keys"]
+    with pytest.raises(hs.ResumeError, match=r"came before an earlier one.*in_order=True"):
+        _ = early.state
+    ds.gate.set()
+    assert sorted(keys([early, *batches])) == sorted(keys(epoch_of(root, 0)))
+
+
+@pytest.mark.parametrize(("workers", "method"), [(1, "fork"), (3, "fork"), (2, "forkserver")])
+def test_the_parent_tells_the_statistics_of_its_workers(root: Path, workers: int, method: str) -> None:
+    ds = load(root)
+    batches = loader(ds, workers, method, persistent_workers=True)
+    for epoch in range(2):
+        ds.set_epoch(epoch)
+        assert len(list(batches)) == STEPS
+        stats = ds.stats()
+        assert (stats.batches, stats.samples, stats.tokens) == (STEPS, len(LENGTHS), sum(LENGTHS))
+        assert stats.workers == workers
+        assert stats.bytes_read > 0
+        assert stats.seconds > 0
+        assert "nothing was delivered" not in stats.verdict
+    next(iter(ds))
+    assert (ds.stats().workers, ds.stats().batches) == (0, 1)
+    assert len(list(loader(ds, 1, collate_fn=dict))) == STEPS  # whatever batches become on their way
+    assert (ds.stats().workers, ds.stats().batches) == (1, STEPS)
+    del batches
 
 
 # --- batches of some MB: in memory that worker and loop share
@@ -380,6 +466,18 @@ def test_a_stateful_dataloader_over_a_resumed_data_set_counts_from_there(root: P
     again.load_state_dict(state)
     assert keys(again) == keys(whole)[7:]
     assert keys(again) == keys(whole)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_look_by_a_stateful_dataloader_spends_nothing(root: Path, persistent: bool) -> None:
+    whole = keys(epoch_of(root, 0))
+    ds = load(root)
+    ds.load_state_dict(epoch_of(root, 0)[3].state)
+    batches = stateful(ds, 2, persistent_workers=persistent)
+    iter(batches)
+    assert keys(batches) == whole[4:]
+    assert keys(batches) == whole
+    del batches
 
 
 def test_a_workers_state_needs_its_number_of_workers(root: Path) -> None:

@@ -18,15 +18,15 @@ PACKAGE = Path(__file__).parents[2] / "hsstream"
 
 #: From the bottom up. Rooms of one layer do not know each other.
 LAYERS = (
-    {"decoders", "errors", "version", "memory", "ordered", "stats"},
+    {"decoders", "errors", "version", "memory", "ordered", "processes", "shared_numbers", "stats"},
     {"model_info"},
-    {"blocks", "codecs", "plan", "position", "ranks", "sample", "storage"},
-    {"presets", "quantized", "selection", "simulate", "sources", "teacher", "weights"},
+    {"blocks", "codecs", "delivery", "plan", "ranks", "sample", "storage"},
+    {"position", "presets", "quantized", "selection", "simulate", "sources", "teacher", "weights"},
     {"norm", "schema"},
     {"header"},
     {"runs", "table"},
     {"encoding", "batch"},
-    {"decoding", "facts"},
+    {"decoding", "facts", "token_shard"},
     {"fetch", "shard", "space"},
     {"appender", "index"},
     {"handover", "lifetime", "manifest", "stream"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -942,17 +943,43 @@ def test_a_data_set_survives_pickling_with_its_position(root: Path) -> None:
     assert keys(again) == keys(ds)
 
 
-def test_a_pickled_data_set_keeps_the_rank_it_had(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, lambda ds: pickle.loads(pickle.dumps(ds))])
+def test_a_copy_has_a_position_of_its_own(root: Path, made: Any) -> None:
     ds = load(root)
-    data = pickle.dumps(ds)
-    expected = keys(ds)
-    monkeypatch.delenv("RANK")
-    monkeypatch.delenv("WORLD_SIZE")
-    again = pickle.loads(data)
-    assert (again.rank, again.world_size) == (1, 2)
-    assert keys(again) == expected
+    again = made(ds)
+    again.set_epoch(3)
+    assert (ds.state_dict()["epoch"], again.state_dict()["epoch"]) == (0, 3)
+    ds.set_epoch(4)
+    assert again.state_dict()["epoch"] == 3
+    assert keys(again) == keys(epoch_of(root, 3))
+
+
+def epoch_of(root: Path, epoch: int) -> hs.HiddenStateDataset:
+    ds = load(root)
+    ds.set_epoch(epoch)
+    return ds
+
+
+def test_a_look_does_not_spend_a_loaded_position(root: Path) -> None:
+    whole = list(load(root))
+    ds = load(root)
+    ds.load_state_dict(whole[3].state)
+    iter(ds)
+    assert next(iter(ds))["keys"] == whole[4]["keys"]
+    assert keys(ds) == keys(whole)
+
+
+def test_a_pickled_data_set_finds_its_rank_where_it_iterates(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = pickle.dumps(load(root))
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        again = pickle.loads(data)
+        assert (again.rank, again.world_size) == (rank, 2)
+        assert keys(again) == keys(load(root, rank=rank, world_size=2))
+    assert pickle.loads(pickle.dumps(load(root, rank=2, world_size=3))).rank == 2
 
 
 def test_ranks_come_from_the_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -969,7 +996,25 @@ def test_stats_tell_what_was_delivered(root: Path) -> None:
     list(ds)
     stats = ds.stats()
     assert (stats.batches, stats.samples, stats.tokens) == (10, 20, sum(LENGTHS))
+    assert stats.workers == 0
     assert stats.verdict
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
+def test_memory_that_cannot_be_pinned_is_refused_at_once(root: Path) -> None:
+    with pytest.raises(ValueError, match="pin_memory=True needs a CUDA device or another accelerator"):
+        load(root, pin_memory=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_makes_no_batches_of_batches(root: Path, workers: int) -> None:
+    """Its default, batches of one, is undone; more are refused."""
+    found = list(DataLoader(load(root), num_workers=workers))
+    assert keys(found) == keys(load(root))
+    assert all(holds(batch, WRITTEN) for batch in found)
+    assert [batch.state["consumed"] for batch in found] == list(range(1, 11))
+    with pytest.raises(ValueError, match=r"a batch of 2 batches: .* DataLoader\(dataset, batch_size=None\)"):
+        next(iter(DataLoader(load(root), batch_size=2)))
 
 
 def test_a_reader_agrees_with_the_data_set(root: Path) -> None:
