@@ -650,6 +650,7 @@ def test_what_is_sealed_can_be_committed_while_the_writer_goes_on(tmp_path: Path
         writer.write("a", exact(4, 1))
         writer.seal()
         writer.commit()
+        assert json.loads((tmp_path / "manifest.json").read_text())["totals"]["samples"] == 1
         writer.write("b", exact(4, 2))
         assert holds(tmp_path, {"a": exact(4, 1)})
     assert holds(tmp_path, {"a": exact(4, 1), "b": exact(4, 2)})
