@@ -219,6 +219,11 @@ def find_map(place: str | Path, vocab_size: int) -> VocabMap | None:
     path = local_path(place)
     if not path.exists():
         raise SampleError(f"{path}: no checkpoint there")
+    if path.is_file() and path.suffix not in (*TORCH_SUFFIXES, ".npy", ".safetensors"):
+        raise SampleError(
+            f"{path}: not a file that a draft vocabulary is read from: expected {', '.join(TORCH_SUFFIXES)}, "
+            ".npy or .safetensors"
+        )
     found = _from_torch(path) if path.suffix != ".safetensors" else None
     found = _from_numpy(path) if found is None else found
     found = _from_safetensors(path) if found is None else found

@@ -19,7 +19,7 @@ from hsstream.export.layout import LAST, Layout
 from hsstream.export.place import ARROW, STATES
 from hsstream.sample import Sample
 from hsstream.sources.arrow import write_rows
-from hsstream.sources.plain import META, MODEL
+from hsstream.sources.base import META, MODEL
 from hsstream.sources.safefile import save_safetensors
 
 AUX = "aux_hidden_states"

@@ -64,7 +64,7 @@ def missing_facts(model: ModelInfo, first: Loaded) -> list[str]:
 def _of_config(folder: Path, width: int | None) -> dict[str, Any]:
     try:
         config = read_config(folder) if (folder / "config.json").is_file() else {}
-    except (SampleError, OSError):
+    except (SampleError, RecursionError):
         return {}
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config

@@ -34,6 +34,9 @@ HF_INDEX = "hf_hidden_states_index"
 ATTENTION = "attention_mask"
 #: Metadata that packing itself adds.
 RESERVED_META = frozenset(("source",))
+#: What `export` writes into the header of a safetensors file; `format` says nothing.
+META, MODEL = "hsstream.meta", "hsstream.model"
+KNOWN_METADATA = frozenset((META, MODEL, "format"))
 #: Options that only some formats have a use for.
 _FORMAT_OPTIONS = frozenset(
     ("last_norm", "layers", "hidden_size", "arrow", "all_supervised", "ttt_length", "pad_id")
@@ -168,6 +171,8 @@ class Source(ABC):
         with self._opened(file, item) as record:
             loaded = self._loaded(record, file)
             left = [name for name in record.left() if not self._noted(record, name, loaded)]
+            texts = {name: text for name, text in record.metadata.items() if name not in KNOWN_METADATA}
+            loaded.meta = texts | loaded.meta
         loaded.dropped = tuple(str(name)[:80] for name in left)
         return loaded
 

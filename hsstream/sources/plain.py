@@ -9,7 +9,7 @@ of a torch file become metadata. Safetensors files may carry metadata (`hsstream
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,21 @@ import torch
 
 from hsstream.errors import SampleError, SourceError
 from hsstream.sample import CANONICAL, ModelInfo
-from hsstream.sources.base import ATTENTION, RESERVED_META, Head, Item, Loaded, Source, SourceFile
+from hsstream.sources.base import (
+    ATTENTION,
+    META,
+    MODEL,
+    RESERVED_META,
+    Head,
+    Item,
+    Loaded,
+    Source,
+    SourceFile,
+)
 from hsstream.sources.record import Record
 from hsstream.sources.safefile import opened_safetensors, read_header
 from hsstream.sources.shapes import listed, require_rows, tensor
 from hsstream.sources.torchfile import SUFFIXES
-
-META, MODEL = "hsstream.meta", "hsstream.model"
-#: Metadata of safetensors files that says nothing.
-_FORMAT = "format"
 
 
 class Plain(Source):
@@ -63,15 +69,13 @@ class PlainSafetensors(Plain):
     def record(self, file: SourceFile, item: Item) -> Iterator[Record]:  # noqa: ARG002
         """Its tensors."""
         with opened_safetensors(file.path) as found:
-            yield Record(found.entries, found.tensor)
+            yield Record(found.entries, found.tensor, metadata=found.metadata)
 
     def _loaded(self, record: Record, file: SourceFile) -> Loaded:
         """One sample."""
         loaded = super()._loaded(record, file)
-        header = read_header(file.path)[1]
-        loaded.meta |= {name: text for name, text in header.items() if name not in (META, MODEL, _FORMAT)}
-        loaded.meta |= _json(header, META)
-        norm = _json(header, MODEL).get("last_hidden_norm")
+        loaded.meta |= _json(record.metadata, META)
+        norm = _json(record.metadata, MODEL).get("last_hidden_norm")
         loaded.norm = norm if norm in ("pre", "post") else None
         return loaded
 
@@ -104,7 +108,7 @@ def _facts(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _json(header: dict[str, str], name: str) -> dict[str, Any]:
+def _json(header: Mapping[str, str], name: str) -> dict[str, Any]:
     if name not in header:
         return {}
     try:

@@ -20,11 +20,16 @@ class Record(Mapping[Any, Any]):
     """One sample's values by name. Reading one takes it; `left` lists what nobody took."""
 
     def __init__(
-        self, names: Collection[Any], read: Callable[[Any], Any], plain: Mapping[Any, Any] | None = None
+        self,
+        names: Collection[Any],
+        read: Callable[[Any], Any],
+        plain: Mapping[Any, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """plain: values that are text or numbers, known without reading."""
+        """plain: values that are text or numbers, known without reading. metadata: texts of the file."""
         self._stored = {name: name for name in names}
         self._read, self._plain = read, plain or {}
+        self.metadata = metadata or {}
         self._values: dict[Any, Any] = {}
         self._aside: list[Any] = []
 
@@ -67,10 +72,9 @@ class Record(Mapping[Any, Any]):
 
     def ask_about(self, known: Collection[str], settled: Collection[str]) -> None:
         """Refuse a name close to one that the format knows and this sample lacks: it may be meant."""
+        unknown = [n for n in self if n not in known and n not in settled and isinstance(n, str)]
         lacking = [name for name in known if name not in self]
-        for name in self:
-            if name in known or name in settled or not isinstance(name, str):
-                continue
+        for name in unknown if lacking else ():
             near = max(lacking, key=lambda other: _likeness(name, other), default="")
             if _likeness(name, near) >= LIKENESS:
                 raise SampleError(

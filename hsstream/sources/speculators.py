@@ -71,7 +71,7 @@ class Speculators(Source):
     def record(self, file: SourceFile, item: Item) -> Iterator[Record]:  # noqa: ARG002
         """Its tensors."""
         with opened_safetensors(file.path) as found:
-            yield Record(found.entries, found.tensor)
+            yield Record(found.entries, found.tensor, metadata=found.metadata)
 
     def _loaded(self, record: Record, file: SourceFile) -> Loaded:
         """One sample, its mask from the Arrow data set."""

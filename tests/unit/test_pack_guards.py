@@ -83,6 +83,22 @@ def test_text_and_numbers_go_along_as_metadata(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_texts_in_a_header_go_along(tmp_path: Path) -> None:
+    for name, prefix in (("s", ""), ("hs_0", "hidden_states/")):
+        one = sample(8, layers=0)
+        record = {name: value.contiguous() for name, value in one.items()}
+        if prefix:
+            states = torch.cat([draw(8, 3, 16), one["last_hidden_state"][:, None]], dim=1)
+            record = {"hidden_states": states, "token_ids": one["input_ids"]}
+        path = tmp_path / name / "src" / prefix / f"{name}.safetensors"
+        path.parent.mkdir(parents=True)
+        save_file(record, str(path), metadata={"format": "pt", "engine": "vllm 0.11"})
+        norm = {"all_supervised": True} if prefix else {"last_norm": "post"}
+        assert pack(job(tmp_path / name, options=Options(**norm))).ok
+        meta = next(iter(hs.ShardReader(tmp_path / name / "out"))).meta
+        assert meta == {"engine": "vllm 0.11", "source": f"{prefix}{name}.safetensors"}
+
+
 def test_a_large_tensor_that_is_dropped_is_not_read(tmp_path: Path) -> None:
     record = plus(target_logits=torch.zeros(8, 600_000))
     path = one_file(tmp_path, record)
@@ -566,6 +582,8 @@ def test_junk_is_a_typed_error_everywhere(junk: bytes, tmp_path: Path) -> None:
     assert main(["pack", str(tmp_path / "good"), out]) == 0
     for name in ("x.ckpt", "x.pt", "x.bin"):
         assert main(["vocab", out, "--size", "100", "--checkpoint", str(tmp_path / name)]) == 2
+    (tmp_path / "x.txt").write_bytes(junk)
+    assert main(["vocab", out, "--size", "100", "--checkpoint", str(tmp_path / "x.txt")]) == 2
 
 
 @pytest.mark.parametrize("change", ["gap", "overlap", "cut", "size", "twice", "dtype", "long"])
