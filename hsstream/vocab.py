@@ -40,6 +40,7 @@ D2T_NAMES = ("d2t", "eagle_module.d2t", "draft_model.d2t", "model.d2t")
 #: Files beside or instead of safetensors that may hold a map.
 TORCH_FILES = ("vocab_mapping.pt", "pytorch_model.bin", "d2t.pt")
 NUMPY_FILES = ("d2t.npy", "t2d.npy")
+MAP_SUFFIXES = (".safetensors", ".pt", ".bin", ".npy")
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,8 @@ def find_map(place: str | Path, vocab_size: int) -> VocabMap | None:
     path = Path(place)
     if not path.exists():
         raise SampleError(f"{path}: no checkpoint there")
+    if path.is_file() and path.suffix not in MAP_SUFFIXES:
+        raise SampleError(f"{path}: a checkpoint is a folder or a {', '.join(MAP_SUFFIXES)} file")
     found = _from_torch(path) if path.suffix != ".safetensors" else None
     found = _from_numpy(path) if found is None else found
     found = _from_safetensors(path) if found is None else found
