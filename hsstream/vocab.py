@@ -41,6 +41,7 @@ D2T_NAMES = ("d2t", "eagle_module.d2t", "draft_model.d2t", "model.d2t")
 TORCH_FILES = ("vocab_mapping.pt", "pytorch_model.bin", "d2t.pt")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 NUMPY_FILES = ("d2t.npy", "t2d.npy")
+MAP_SUFFIXES = (".safetensors", ".npy", *TORCH_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -219,11 +220,8 @@ def find_map(place: str | Path, vocab_size: int) -> VocabMap | None:
     path = local_path(place)
     if not path.exists():
         raise SampleError(f"{path}: no checkpoint there")
-    if path.is_file() and path.suffix not in (*TORCH_SUFFIXES, ".npy", ".safetensors"):
-        raise SampleError(
-            f"{path}: not a file that a draft vocabulary is read from: expected {', '.join(TORCH_SUFFIXES)}, "
-            ".npy or .safetensors"
-        )
+    if path.is_file() and path.suffix not in MAP_SUFFIXES:
+        raise SampleError(f"{path}: a checkpoint is a folder or a {', '.join(MAP_SUFFIXES)} file")
     found = _from_torch(path) if path.suffix != ".safetensors" else None
     found = _from_numpy(path) if found is None else found
     found = _from_safetensors(path) if found is None else found

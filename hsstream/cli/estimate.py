@@ -177,6 +177,8 @@ def _free(args: argparse.Namespace) -> int | None:
         return None if args.free is None else int(args.free)
     if "://" in args.dest and not args.dest.startswith("file:"):
         raise SampleError(f"{args.dest} does not say what is free there: give --free, the quota")
+    if Path(args.dest).is_file():
+        raise SampleError(f"{args.dest} is a file: --dest is the directory where the data set shall go")
     return open_store(args.dest).free_bytes()
 
 

@@ -1,7 +1,8 @@
 """Pictures of the commands: the file that is asked for, a figure, labels that do not lie over each other.
 
 In: the name of a file; points with their names. Out: a PNG, SVG or PDF. Refused, before a command begins its
-work: another ending, a directory that is not there, matplotlib not installed. The door to matplotlib.
+work: another ending, a directory that is not there, matplotlib not installed; after it, with StorageError, a
+file that cannot be written. The door to matplotlib.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def picture_file(text: str) -> Path:
     path = local_path(text)
     if path.suffix.lower() not in ENDINGS:
         raise argparse.ArgumentTypeError(f"a picture is a {', '.join(ENDINGS)} file, found {text!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory, expected a file for a picture")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent}: no such directory for a picture")
     if importlib.util.find_spec("matplotlib") is None:

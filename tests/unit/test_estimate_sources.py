@@ -237,6 +237,7 @@ def test_float32_files_leave_out_what_a_writer_would_refuse(tmp_path: Path, caps
         (("nowhere", "--codec", "zz"), "unknown codec 'zz'"),
         (("nowhere", "--lm-head", "/no/model"), "/no/model: no *.safetensors there"),
         (("--hidden", 64, "--tokens", 10, "--dest", "s3://bucket/a"), "give --free, the quota"),
+        (("nowhere", "--dest", __file__), "is a file: --dest is the directory"),
     ],
 )
 def test_calls_that_say_too_little(words: tuple[object, ...], says: str, capsys: Any) -> None:

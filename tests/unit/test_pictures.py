@@ -13,7 +13,8 @@ import pytest
 from matplotlib.text import Text
 
 from hsstream.cli import estimate_plot, main, simulate_plot
-from hsstream.cli.picture import Box
+from hsstream.cli.picture import Box, save
+from hsstream.errors import StorageError
 from hsstream.estimate import Estimate, Rung, from_numbers
 from hsstream.simulate import simulate, standard_policies
 
@@ -156,11 +157,13 @@ def padded(lengths: np.ndarray[Any, Any]) -> float:
         ("x.foo", "a picture is a .png, .svg, .pdf file"),
         ("x", "a picture is a .png, .svg, .pdf file"),
         ("no/such/x.png", "no such directory"),
+        ("folder.png", "is a directory"),
     ],
 )
 def test_a_picture_that_cannot_be_is_refused_before_any_work(
     command: list[str], file: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "folder.png").mkdir()
     assert main([*command, "--plot", str(tmp_path / file)]) == 2
     shown = capsys.readouterr().err
     assert text in shown
@@ -182,7 +185,9 @@ def test_every_kind_of_file(
     picture = tmp_path / f"x.{ending}"
     assert main(["estimate", "--hidden", "64", "--tokens", "1000", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(begin)
-    picture.unlink()
-    picture.mkdir()
-    assert main(["estimate", "--hidden", "64", "--tokens", "1000", "--plot", str(picture)]) == 2
-    assert "the picture cannot be written" in capsys.readouterr().err
+    capsys.readouterr()
+
+
+def test_a_picture_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="the picture cannot be written"):
+        save(estimate_plot.draw(ESTIMATES["tiny"]), tmp_path / "gone" / "x.png")

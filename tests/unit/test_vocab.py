@@ -281,3 +281,9 @@ def test_nothing_supervised_is_said_by_counts(tmp_path: Path, capsys: pytest.Cap
         main(["vocab", str(write_root(tmp_path / "root", made=made)), "--out", str(tmp_path / "o.pt")]) == 2
     )
     assert "no token is supervised in 2 samples of 18 tokens" in capsys.readouterr().err
+
+
+def test_a_file_that_can_be_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "draft.ckpt").write_bytes(b"junk")
+    with pytest.raises(SampleError, match="a checkpoint is a folder or a"):
+        find_map(tmp_path / "draft.ckpt", V)
