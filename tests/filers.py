@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncssh
 from pyftpdlib.authorizers import DummyAuthorizer
 from pyftpdlib.handlers import FTPHandler
-from pyftpdlib.servers import ThreadedFTPServer
+from pyftpdlib.servers import FTPServer
 
 USER, PASSWORD = "reader", "s3cret"
 
@@ -74,13 +74,17 @@ def ftp_server(root: Path) -> Iterator[int]:
     authorizer = DummyAuthorizer()
     authorizer.add_user(USER, PASSWORD, str(root), perm="elradfmwMT")
     handler = type("Handler", (FTPHandler,), {"authorizer": authorizer})
-    server = ThreadedFTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(
-        target=partial(server.serve_forever, timeout=0.05, handle_exit=False), daemon=True
-    )
+    server, stopped = FTPServer(("127.0.0.1", 0), handler), threading.Event()
+
+    def serve() -> None:
+        while not stopped.is_set():
+            server.serve_forever(timeout=0.02, blocking=False)
+        server.close_all()
+
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
         yield server.address[1]
     finally:
-        server.close_all()
+        stopped.set()
         thread.join(10)
