@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 Answer = Callable[[bytes], Iterable[bytes]]
 
@@ -83,3 +85,20 @@ def part(data: bytes, request: bytes) -> bytes:
     start, stop = (int(first), int(last) + 1) if first else (len(data) - int(last), len(data))
     where = f"Content-Range: bytes {start}-{stop - 1}/{len(data)}"
     return ok(data[start:stop], where, status="206 Partial Content")
+
+
+def serving(directory: Path, wanted: Callable[[bytes], bool] = lambda _: True) -> Answer:
+    """Right answers from the files of a directory, below /x/; 403 to requests that are not wanted."""
+
+    def answer(request: bytes) -> list[bytes]:
+        method, target, _ = request.split(b"\r\n")[0].decode().split(" ")
+        path = directory / unquote(urlsplit(target).path).removeprefix("/x/")
+        if not wanted(request):
+            return [ok(b"", status="403 Forbidden")]
+        if not path.is_file():
+            return [ok(b"", status="404 Not Found")]
+        data = path.read_bytes()
+        whole = part(data, request) if b"Range:" in request else ok(data)
+        return [whole[: whole.index(b"\r\n\r\n") + 4] if method == "HEAD" else whole]
+
+    return answer

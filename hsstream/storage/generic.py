@@ -9,8 +9,8 @@ What is weaker here than for local disks, HTTP and S3: retries are those of the 
 broken connections and one for any other failure; a file replaced between two reads is not noticed
 (hashes notice it); the look before publishing is not atomic; nothing locks a writer's name.
 
-A synchronous file system (SFTP, FTP, SMB) is one connection that must not be used by two threads at
-once: every thread has one of its own, and a new one after a failure.
+A synchronous file system (SFTP, FTP) is one connection that two threads must not use at once: each call
+has one to itself, and a new one after a failure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from hsstream.storage.base import (
     missing,
     truncated,
 )
+from hsstream.storage.held import Held, new_owner, part_of_open_files
 from hsstream.storage.location import Location, shown
 from hsstream.storage.options import Options, own_and_foreign
 from hsstream.storage.patience import Patience, Transient
@@ -50,6 +51,27 @@ _OBJECTS = {"memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "
 T = TypeVar("T")
 
 
+class _Opened:
+    """A file system and the path of a root in it."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self.fs, self.path, self._process = fs, path, os.getpid()
+
+    def hang_up(self) -> None:
+        """Close its connections, which fsspec has no call for; a forked child leaves them to its parent."""
+        if os.getpid() != self._process:
+            _INHERITED.append(self.fs)  # else its end would speak on the parent's connection
+            return
+        for name in ("ftp", "client"):
+            with suppress(Exception):
+                getattr(self.fs, name).close()
+
+
+_INHERITED: list[Any] = []
+#: Synchronous file systems of all stores of the process that no thread uses now.
+IDLE: Held[_Opened] = Held(part_of_open_files(16, 64), _Opened.hang_up)
+
+
 class FsspecStore(ForkAware, Store):
     """One directory of an fsspec file system."""
 
@@ -59,12 +81,13 @@ class FsspecStore(ForkAware, Store):
         self._root, self._given = Location(root), Options(options or {})
         self._own, self._foreign = own_and_foreign(options)
         self.url = shown(root)
+        self._owner = new_owner()
         super().__init__()
 
     def renew(self) -> None:
         """No file system yet: one used in a parent process hangs in its forked child."""
-        self._shared: tuple[Any, str] | None = None
-        self._of_thread = threading.local()
+        self._shared: _Opened | None = None
+        self._busy: set[_Opened] = set()
         self._guard = threading.Lock()
         self._closing = threading.Event()
 
@@ -73,14 +96,24 @@ class FsspecStore(ForkAware, Store):
         return copy.copy(self)
 
     def close(self) -> None:
-        """End the waiting of retries and forget the file system."""
+        """End the waiting of retries, hang up, and forget the file system."""
         self._closing.set()
+        IDLE.drop(self._owner)
+        with self._guard:
+            busy = list(self._busy)
+        for opened in busy:
+            opened.hang_up()
         self.renew()
 
     def names(self) -> list[str]:
         """Names of the files directly below the root."""
+
+        def look(fs: Any, base: str) -> Any:
+            fs.invalidate_cache()
+            return fs.ls(base, detail=True)
+
         try:
-            found = self._patiently("", lambda fs, base: fs.ls(base, detail=True))
+            found = self._patiently("", look)
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 return []
@@ -129,8 +162,14 @@ class FsspecStore(ForkAware, Store):
     def remove(self, name: str) -> None:
         """Remove; a missing file is fine."""
         check_name(name)
-        with suppress_missing():
-            self._patiently(name, lambda fs, base: fs.rm_file(f"{base}/{name}"))
+
+        def drop(fs: Any, base: str) -> None:
+            fs.invalidate_cache()
+            with suppress(FileNotFoundError):
+                if fs.exists(f"{base}/{name}"):
+                    fs.rm_file(f"{base}/{name}")
+
+        self._patiently(name, drop)
 
     def free_bytes(self) -> int | None:
         """Free space of the spool directory."""
@@ -145,6 +184,7 @@ class FsspecStore(ForkAware, Store):
         """Bring a local file under its name."""
 
         def send(fs: Any, base: str) -> None:
+            fs.invalidate_cache()
             fs.makedirs(base, exist_ok=True)
             final = f"{base}/{name}"
             if _protocols(fs) & _OBJECTS:
@@ -155,27 +195,35 @@ class FsspecStore(ForkAware, Store):
 
         self._patiently(name, send)
 
-    def _fs(self) -> tuple[Any, str]:
-        """The file system and the root's path in it: this thread's, or an asynchronous one that all share."""
-        own: tuple[Any, str] | None = getattr(self._of_thread, "opened", None)
-        if own is not None:
-            return own
-        with self._guard:
-            opened = self._shared or self._open()
-            if getattr(opened[0], "async_impl", False):
-                self._shared = opened
-            else:
-                self._of_thread.opened = opened
-            return opened
-
-    def _open(self) -> tuple[Any, str]:
+    def _open(self) -> _Opened:
         options = {"skip_instance_cache": True, **self._foreign}
         fs, path = fsspec.core.url_to_fs(self._root.reveal(), **options)
-        return fs, path.rstrip("/")
+        return _Opened(fs, path.rstrip("/"))
 
-    def _forget(self) -> None:
-        """Use no connection again that may be broken; asynchronous file systems see to that themselves."""
-        self._of_thread.opened = None
+    def _take(self) -> _Opened:
+        """An asynchronous file system, which all threads share, or one that no other thread uses now."""
+        with self._guard:
+            if self._shared is not None:
+                return self._shared
+        found = IDLE.take(self._owner) or self._open()
+        with self._guard:
+            if getattr(found.fs, "async_impl", False):
+                self._shared = self._shared or found
+                return self._shared
+            self._busy.add(found)
+        return found
+
+    def _give(self, opened: _Opened, whole: bool) -> None:
+        """Keep it for another call, unless it may be broken; asynchronous ones mend themselves."""
+        if getattr(opened.fs, "async_impl", False):
+            return
+        with self._guard:
+            wanted = opened in self._busy
+            self._busy.discard(opened)
+        if whole and wanted:
+            IDLE.put((self._owner, id(opened)), opened)
+        else:
+            opened.hang_up()
 
     def _patiently(self, name: str, call: Callable[[Any, str], T]) -> T:
         where = self.where(name) if name else self.url
@@ -184,16 +232,20 @@ class FsspecStore(ForkAware, Store):
             try:
                 return self._once(where, call)
             except Transient as problem:
-                self._forget()
                 patience.after(problem)
 
     def _once(self, where: str, call: Callable[[Any, str], T]) -> T:
         """Call with a file system; what it raises as a StorageError, or Transient where it may pass."""
+        opened, whole = None, False
         try:
-            return call(*self._fs())
+            opened = self._take()
+            result = call(opened.fs, opened.path)
+            whole = True
+            return result
         except HsStreamError:
             raise
         except FileNotFoundError:
+            whole = True
             raise missing(where) from None
         except (ImportError, ValueError, NotImplementedError) as error:
             raise StorageError(f"{where}: {self._told(error)}") from None
@@ -202,6 +254,9 @@ class FsspecStore(ForkAware, Store):
         except Exception as error:  # noqa: BLE001  (every file system has exceptions of its own)
             kind = type(error).__name__
             raise Transient(kind, final=StorageError(f"{where}: failed with {kind}")) from None
+        finally:
+            if opened is not None:
+                self._give(opened, whole)
 
     def _told(self, error: Exception) -> str:
         """The first line of a library's text, unless it repeats an option, which may be a key."""
@@ -230,16 +285,6 @@ class _FsspecPending(PendingFile):
 
     def discard(self) -> None:
         self._temp.discard()
-
-
-@contextmanager
-def suppress_missing() -> Iterator[None]:
-    """Let pass that a file is not there."""
-    try:
-        yield
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
 
 
 def _protocols(fs: Any) -> set[str]:

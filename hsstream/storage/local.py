@@ -14,14 +14,12 @@ import mmap
 import os
 import shutil
 import stat
-import threading
-from collections import OrderedDict
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from hsstream.storage.base import (
-    ForkAware,
     PendingFile,
     Store,
     check_limit,
@@ -30,27 +28,40 @@ from hsstream.storage.base import (
     not_a_file,
     truncated,
 )
-from hsstream.storage.posix import TempFile, discard_stale, file_lock, publish, typed
-
-#: Mapped files kept at once: each holds a file descriptor, and 1,024 is a usual limit for a process.
-_MAX_MAPPED = 128
+from hsstream.storage.held import Held, new_owner, part_of_open_files
+from hsstream.storage.posix import TempFile, discard_stale, file_lock, publish, steadily, typed
 
 _Identity = tuple[int, int, int, int]
+#: Mapped files of all stores of the process: each holds a file descriptor.
+MAPPED: Held[tuple[_Identity, memoryview]] = Held(part_of_open_files(4, 1024), lambda _: None)
 
 
-class LocalStore(ForkAware, Store):
-    """Files of one directory; `mmap=False` reads by `pread`, `lock=False` trusts names to be unique."""
+class LocalStore(Store):
+    """Files of one directory; `mmap=False` reads by `pread`, `lock=False` trusts names to be unique.
+
+    retry_timeout: seconds for which a failure of a mounted server (ESTALE, EIO) is tried again.
+    """
 
     local = True
 
-    def __init__(self, path: str | os.PathLike[str], *, mmap: bool = True, lock: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mmap: bool = True,
+        lock: bool = True,
+        retry_timeout: float = 10.0,
+    ) -> None:
         self._root = Path(path)
-        self._use_mmap, self._use_lock = mmap, lock
-        self.url = str(self._root)
-        super().__init__()
+        self._use_mmap, self._use_lock, self._seconds = mmap, lock, retry_timeout
+        self.url, self._owner = str(self._root), new_owner()
+        weakref.finalize(self, MAPPED.drop, self._owner)
 
     def names(self) -> list[str]:
         """Files in the directory that do not start with a dot; a missing directory has none."""
+        return steadily(self._seconds, self._names)
+
+    def _names(self) -> list[str]:
         with typed("list the directory", self._root):
             if not self._root.exists():
                 return []
@@ -59,17 +70,15 @@ class LocalStore(ForkAware, Store):
 
     def size(self, name: str) -> int:
         """Bytes of the file."""
-        path = self._path(name)
-        with typed("read", path):
-            status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise not_a_file(str(path))
-        return status.st_size
+        return steadily(self._seconds, _size, self._path(name))
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """A read-only view of [start, stop) of the mapped file, or a copy with `mmap=False`."""
         path = f"{self.url}/{check_name(name)}"
         check_range(path, start, stop)
+        return steadily(self._seconds, self._read, name, path, start, stop)
+
+    def _read(self, name: str, path: str, start: int, stop: int) -> memoryview:
         with typed("read", path):
             if self._use_mmap:
                 return self._view(name, path, start, stop)
@@ -122,13 +131,7 @@ class LocalStore(ForkAware, Store):
 
     def close(self) -> None:
         """Forget the mappings; views handed out stay valid."""
-        with self._guard:
-            self._mapped.clear()
-
-    def renew(self) -> None:
-        """Fresh lock and no mappings: called at the start and in every forked child."""
-        self._guard = threading.Lock()
-        self._mapped: OrderedDict[str, tuple[_Identity, memoryview]] = OrderedDict()
+        MAPPED.drop(self._owner)
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
@@ -140,21 +143,23 @@ class LocalStore(ForkAware, Store):
             raise not_a_file(path)
         if stop > status.st_size:
             raise truncated(path, stop, status.st_size)
-        with self._guard:
-            known = self._mapped.get(name)
-            if known is None or known[0] != identity:
-                known = (identity, _map(path))
-                self._mapped[name] = known
-            self._mapped.move_to_end(name)
-            while len(self._mapped) > _MAX_MAPPED:
-                self._mapped.popitem(last=False)
+        key = (self._owner, name)
+        known = MAPPED.get(key)
+        if known is None or known[0] != identity:
+            known = (identity, _map(path))
+            MAPPED.put(key, known)
         view = known[1][start:stop]
         if len(view) != stop - start:
             raise truncated(path, stop, len(known[1]))
         return view
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self._root, "mmap": self._use_mmap, "lock": self._use_lock}
+        return {
+            "path": self._root,
+            "mmap": self._use_mmap,
+            "lock": self._use_lock,
+            "retry_timeout": self._seconds,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -173,6 +178,14 @@ class _LocalPending(PendingFile):
 
     def discard(self) -> None:
         self._temp.discard()
+
+
+def _size(path: Path) -> int:
+    with typed("read", path):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise not_a_file(str(path))
+    return status.st_size
 
 
 def _map(path: str) -> memoryview:

@@ -42,7 +42,8 @@ def open_store(
     if scheme in ("", "file", "local"):
         options = checked(storage_options)
         path = _checked_root(Path(_file_path(text)) if scheme else local_path(text))
-        return LocalStore(path, mmap=options.get("mmap", True), lock=options.get("lock", True))
+        known = {name: options[name] for name in ("mmap", "lock", "retry_timeout") if name in options}
+        return LocalStore(path, **known)
     if scheme in ("http", "https"):
         return HttpStore(text, checked(storage_options))
     if scheme in ("s3", "s3a"):

@@ -9,8 +9,9 @@ option             for        meaning
 =================  =========  ==================================================================
 mmap               local      False: read by `pread` (files that may be cut while read, as on NFS)
 lock               local      False: do not lock the writer's name (file systems without locks)
-retry_timeout      remote     seconds without progress before a read or upload fails; 120
-stall_timeout      remote     seconds without a byte before a connection is given up; 30
+retry_timeout      all        seconds without progress before a read or upload fails; 120, local 10
+stall_timeout      remote     seconds without a byte, or with less than 4 KiB each, before a connection is
+                              given up; 30
 check_etag         remote     False: replicas behind one URL may tag the same file differently
 spool              remote     directory for shards before their upload; the system's temp directory
 ca_file            remote     file of trusted certificates
@@ -18,7 +19,7 @@ headers            http       mapping, or a function that returns one, asked aga
 username password  http       basic authentication; also taken from the URL
 token              http, s3   http: bearer token; s3: session token
 key secret         s3         access key and secret key
-credentials        s3         function returning {"key", "secret", "token"}, asked again on expiry
+credentials        s3         function returning {"key", "secret", "token"}, asked again on refusal
 profile            s3         name of an AWS profile (needs the extra `s3`)
 anon               s3         True: unsigned requests, for public buckets
 endpoint_url       s3         other servers than Amazon's; default AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL

@@ -12,11 +12,12 @@ import io
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from hsstream.errors import StorageError, StorageFullError
 from hsstream.storage.base import PART, already_there, missing, with_errno
@@ -24,6 +25,11 @@ from hsstream.storage.base import PART, already_there, missing, with_errno
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]
 
+T = TypeVar("T")
+
+#: What a mounted file system says now and then, and not again: a file that was replaced on the server, a
+#: server that restarts, a signal in the middle.
+_PASSING = {errno.ESTALE, errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -61,6 +67,24 @@ def _translate(error: OSError, action: str, where: str | Path) -> StorageError:
         )
         return with_errno(StorageError(text), code)
     return with_errno(StorageError(f"{where}: cannot {action}: {error.strerror or error}"), code)
+
+
+def steadily(seconds: float, call: Callable[..., T], *args: Any) -> T:
+    """The result of a call that reads, tried again for so long where a mounted server fails it."""
+    try:
+        return call(*args)
+    except StorageError as error:
+        if error.errno not in _PASSING:
+            raise
+    end, pause = time.monotonic() + seconds, 0.01
+    while True:
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+        try:
+            return call(*args)
+        except StorageError as error:
+            if error.errno not in _PASSING or time.monotonic() > end:
+                raise
 
 
 class _TypedFile(io.FileIO):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from places import place
+from places import ftp, place, sftp
 
-__all__ = ["place"]
+__all__ = ["ftp", "place", "sftp"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filers
 import pytest
 from servers import PASSWORD, USER, Ceph, Nginx
 
@@ -24,8 +25,10 @@ READABLE = [
     pytest.param("http", marks=services),
     pytest.param("login", marks=services),
     pytest.param("s3", marks=services),
+    "sftp",
+    "ftp",
 ]
-WRITABLE = ["disk", "memory", pytest.param("s3", marks=services)]
+WRITABLE = ["disk", "memory", "sftp", "ftp", pytest.param("s3", marks=services)]
 #: Places that another process sees too.
 SHARED = ["disk", pytest.param("http", marks=services), pytest.param("s3", marks=services)]
 
@@ -62,12 +65,32 @@ def make_place(kind: str, request: pytest.FixtureRequest) -> Place:
         return _disk(path, {"mmap": False} if kind == "pread" else None)
     if kind in ("http", "login"):
         return _http(request.getfixturevalue("nginx"), kind == "login")
+    if kind in ("sftp", "ftp"):
+        path = request.getfixturevalue("tmp_path") / "root"
+        path.mkdir()
+        port = request.getfixturevalue(kind)
+        root = f"{kind}://{filers.USER}:{filers.PASSWORD}@127.0.0.1:{port}/{path.name}"
+        return Place(root, None, lambda name, data: (path / name).write_bytes(data))
     if kind == "memory":
         root = f"memory://{uuid.uuid4().hex}"
         return Place(root, None, open_store(root).put)
     server: Ceph = request.getfixturevalue("ceph")
     root = server.root()
     return Place(root, server.options(), open_store(root, server.options()).put)
+
+
+@pytest.fixture
+def sftp(tmp_path: Path) -> Iterator[int]:
+    """The port of an SFTP server over the test's directory."""
+    with filers.sftp_server(tmp_path) as port:
+        yield port
+
+
+@pytest.fixture
+def ftp(tmp_path: Path) -> Iterator[int]:
+    """The port of an FTP server over the test's directory."""
+    with filers.ftp_server(tmp_path) as port:
+        yield port
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
 from answers import Answers, ok, part
+from fuzz_answers import Fuzz
 
 from hsstream.errors import HsStreamError
 from hsstream.storage import Store, open_store
@@ -237,3 +239,11 @@ def test_closing_ends_a_slow_answer() -> None:
         store = open_store(server.url)
         threading.Thread(target=lambda: (begun.wait(30), store.close()), daemon=True).start()
         assert "closed" in refusal(lambda: store.read("a.tar", 0, 9000))
+
+
+def test_damaged_answers(tmp_path: Path) -> None:
+    """A small part of what `fuzz_answers.py` runs."""
+    ends = Fuzz(tmp_path).run(2000, seed=1)
+    assert ends.total() == 2000
+    assert all(ends[f"{name}: right"] > 50 for name in ("range", "tail", "whole", "size", "sample"))
+    assert ends["range: typed error"] > 50

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faults
@@ -20,6 +21,7 @@ from samples import bits, exact_set, holds, write_exact
 from servers import Ceph, Nginx
 
 import hsstream as hs
+from hsstream.storage import patience
 
 # A hang is the fault to be afraid of here: it fails a test after a minute and a half.
 pytestmark = [pytest.mark.services, pytest.mark.timeout(90)]
@@ -29,8 +31,8 @@ WRITTEN = exact_set(LENGTHS)
 BATCHING = hs.Batching(batch_size=2, pad_to=8)
 BATCHES = 200
 QUICK = {"retry_timeout": 30, "stall_timeout": 0.4}
-#: For faults that do not end.
-BRIEF = {"retry_timeout": 1.0, "stall_timeout": 0.3}
+#: For faults that do not end: by their own clock, below, and not by this machine's pace.
+BRIEF = {"retry_timeout": 60, "stall_timeout": 0.4}
 SOURCES = ["http", "s3"]
 
 Open = Callable[..., tuple[hs.HiddenStateDataset, Proxy]]
@@ -89,6 +91,34 @@ def open_by_proxy(
         return ds, proxy
 
     return opened
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which the retries give up."""
+    made = Clock()
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=made.monotonic))
+    return made
+
+
+class Clock:
+    """A clock that goes on by 25 seconds with every fault, and not by itself."""
+
+    def __init__(self) -> None:
+        self._faults = 0
+
+    def monotonic(self) -> float:
+        return 25.0 * self._faults
+
+    def counting(self, plan: Plan) -> Plan:
+        """The plan, whose faults move the clock."""
+
+        def counted(request: faults.Request) -> Fault | None:
+            fault = plan(request)
+            self._faults += fault is not None
+            return fault
+
+        return counted
 
 
 @pytest.fixture(autouse=True)
@@ -245,10 +275,10 @@ ON_S3 = ("reset", "503", "changed bytes", "another file", "gone", "forbidden", "
     ("kind", "name"), [("http", name) for name in LASTING] + [("s3", name) for name in ON_S3]
 )
 def test_a_lasting_fault_is_a_typed_error_after_right_batches(
-    open_by_proxy: Open, expected: list[Any], kind: str, name: str
+    open_by_proxy: Open, expected: list[Any], clock: Clock, kind: str, name: str
 ) -> None:
     fault, error, text = LASTING[name]
-    ds, _ = open_by_proxy(kind, from_the_hundredth(fault), BRIEF)
+    ds, _ = open_by_proxy(kind, clock.counting(from_the_hundredth(fault)), BRIEF)
     found: list[Any] = []
     with pytest.raises(error, match=text) as caught:
         found.extend(map(prints, ds))
@@ -264,7 +294,7 @@ def test_a_lasting_fault_is_a_typed_error_after_right_batches(
 def test_a_server_that_is_gone_for_good_is_an_error(
     open_by_proxy: Open, expected: list[Any], kind: str
 ) -> None:
-    ds, proxy = open_by_proxy(kind, None, BRIEF)
+    ds, proxy = open_by_proxy(kind, None, {"retry_timeout": 3})
     batches = iter(ds)
     found = [prints(batch) for batch in islice(batches, 50)]
     proxy.stop()
@@ -273,8 +303,10 @@ def test_a_server_that_is_gone_for_good_is_an_error(
     assert found == expected[: len(found)]
 
 
-def test_after_an_error_the_same_data_set_iterates_again(open_by_proxy: Open, expected: list[Any]) -> None:
-    ds, proxy = open_by_proxy("http", from_the_hundredth(faults.BUSY), BRIEF)
+def test_after_an_error_the_same_data_set_iterates_again(
+    open_by_proxy: Open, expected: list[Any], clock: Clock
+) -> None:
+    ds, proxy = open_by_proxy("http", clock.counting(from_the_hundredth(faults.BUSY)), BRIEF)
     found: list[Any] = []
     with pytest.raises(hs.StorageError):
         found.extend(map(prints, ds))
@@ -286,7 +318,7 @@ def test_after_an_error_the_same_data_set_iterates_again(open_by_proxy: Open, ex
 def test_an_error_reaches_the_parent_of_workers(open_by_proxy: Open) -> None:
     from torch.utils.data import DataLoader
 
-    ds, _ = open_by_proxy("http", always(faults.BUSY), BRIEF)
+    ds, _ = open_by_proxy("http", always(faults.BUSY), {"retry_timeout": 1})
     batches = iter(DataLoader(ds, batch_size=None, num_workers=1, timeout=80, multiprocessing_context="fork"))
     with pytest.raises(hs.StorageError, match="the server answered 503"):
         next(batches)

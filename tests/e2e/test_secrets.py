@@ -10,11 +10,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import fsspec
 import pytest
-from answers import Answers, ok, part
+from answers import Answers, serving
 from samples import write_root
 from torch.utils.data import DataLoader
 
@@ -62,18 +61,10 @@ def root(files: Path) -> Iterator[str]:
     """The data set by http, with a password and a signed query; another one below `other/`."""
     write_root(files / "other", (7, 8, 9))
 
-    def answer(request: bytes) -> list[bytes]:
-        method, target, _ = request.split(b"\r\n")[0].decode().split(" ")
-        path = files / unquote(urlsplit(target).path).removeprefix("/x/")
-        if f"?sig={QUERY}" not in target or b"Authorization: Basic" not in request:
-            return [ok(b"", status="403 Forbidden")]
-        if not path.is_file():
-            return [ok(b"", status="404 Not Found")]
-        data = path.read_bytes()
-        whole = part(data, request) if b"Range:" in request else ok(data)
-        return [whole[: whole.index(b"\r\n\r\n") + 4] if method == "HEAD" else whole]
+    def wanted(request: bytes) -> bool:
+        return f"?sig={QUERY} ".encode() in request and b"Authorization: Basic" in request
 
-    with Answers(answer) as server:
+    with Answers(serving(files, wanted)) as server:
         yield f"http://me:{PASSWORD}@127.0.0.1:{server.port}/x?sig={QUERY}"
 
 

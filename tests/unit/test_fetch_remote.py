@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -470,11 +472,48 @@ def test_a_stream_may_be_closed_in_any_thread(setting: Setting, name: str) -> No
     assert not closing.is_alive()
 
 
-def test_the_interpreter_may_end_while_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+_ENDING = """
+import atexit, sys, threading, time
+sys.path[:0] = sys.argv[2:]
+import hsstream as hs
+import hsstream.catalog
+from test_fetch_remote import FarStore
+
+begun, gate, given = threading.Event(), threading.Event(), []
+
+def wait(name, start, stop):
+    if threading.current_thread().name.startswith("hsstream-fetch"):
+        begun.set()
+        gate.wait()
+        given.append(name)
+
+def open_far(root, options):
+    store = FarStore(sys.argv[1])
+    store.do = wait
+    return store
+
+def end():
+    # Runs when the pools of the interpreter are closed, and daemon threads are not.
+    gate.set()
+    while not given:
+        time.sleep(0.01)
+    time.sleep(0.3)
+
+atexit.register(end)
+hsstream.catalog.open_store = open_far
+batches = iter(hs.HiddenStateDataset(sys.argv[1], hs.Batching(batch_size=1)))
+threading.Thread(target=next, args=(batches,), daemon=True).start()
+assert begun.wait(30)
+"""
+
+
+def test_the_interpreter_may_end_while_bytes_arrive(tmp_path: Path) -> None:
     """The decode threads take nothing more then; the fetch threads shall not complain of it."""
-    decoders = Decoders(1)
-    decoders.close()
-    decoders.add(0, lambda: None)
+    write_exact(tmp_path, [30])
+    here = Path(__file__).parent
+    words = [sys.executable, "-c", _ENDING, tmp_path, here, here.parent]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_decoders_take_the_earliest_job_first() -> None:

@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hsstream.errors import StorageError, StorageFullError, TruncatedShardError
 from hsstream.storage import local as local_module
 from hsstream.storage import open_store, split_urls
+from hsstream.storage.held import Held
 from hsstream.storage.local import LocalStore
 from hsstream.storage.posix import TempFile, typed
 
@@ -60,6 +63,93 @@ def test_file_cut_after_mapping_is_truncation_not_sigbus(store: LocalStore, tmp_
     assert bytes(store.read("a.tar", 0, 100)) == DATA[:100]
 
 
+_MANY_ROOTS = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from hsstream.storage import open_store
+stores = [open_store(root) for root in sys.argv[1:]]
+for number in range(40):
+    for store in stores:
+        assert store.read(f"{number}.tar", 0, 2) == b"%02d" % number
+"""
+
+
+def test_many_roots_stay_below_the_limit_of_open_files(tmp_path: Path) -> None:
+    roots = [tmp_path / str(number) for number in range(9)]
+    for root in roots:
+        root.mkdir()
+        for number in range(40):
+            (root / f"{number}.tar").write_bytes(b"%02d" % number)
+    subprocess.run([sys.executable, "-c", _MANY_ROOTS, *roots], check=True, timeout=300)
+
+
+class Mount:
+    """os.stat and os.open of a mounted server that fails `errors` times, one error each, and then works."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.errors: list[int] = []
+        for name in ("stat", "open"):
+            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
+
+    def _failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(path: Any, *args: Any, **options: Any) -> Any:
+            if self.errors and str(path).endswith(".tar"):
+                code = self.errors.pop()
+                raise OSError(code, os.strerror(code))
+            return call(path, *args, **options)
+
+        return failing
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EINTR, errno.ETIMEDOUT])
+def test_a_mounted_server_may_fail_now_and_then(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    mount = Mount(monkeypatch)
+    calls = [
+        lambda: bytes(store.read("a.tar", 0, 10)) == DATA[:10],
+        lambda: store.size("a.tar") == len(DATA),
+        lambda: bytes(store.tail("a.tar", 10)[0]) == DATA[-10:],
+        lambda: store.exists("a.tar"),
+    ]
+    for call in calls:
+        mount.errors = [code, code]
+        assert call()
+        assert mount.errors == []
+
+
+def test_a_mounted_server_that_fails_for_good_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.tar").write_bytes(DATA)
+    store = open_store(tmp_path, {"retry_timeout": 0.05})
+    mount = Mount(monkeypatch)
+    mount.errors = [errno.ESTALE] * 1000
+    with pytest.raises(StorageError, match="cannot read: Stale file handle") as caught:
+        store.read("a.tar", 0, 10)
+    assert caught.value.errno == errno.ESTALE
+    mount.errors = [errno.EACCES]
+    with pytest.raises(StorageError, match="not allowed"):
+        store.read("a.tar", 0, 10)
+    assert mount.errors == []
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": False}], ids=["mapped", "pread"])
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    for name in ("manifest.json", "a.tar"):
+        os.mkfifo(tmp_path / name)
+    store = open_store(tmp_path, options)
+    calls = [
+        lambda: store.read_all("manifest.json", 100),
+        lambda: store.size("a.tar"),
+        lambda: store.read("a.tar", 0, 0),
+        lambda: store.tail("a.tar", 10),
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match="not a regular file"):
+            call()
+
+
 def test_replaced_file_is_read_anew(store: LocalStore, tmp_path: Path) -> None:
     old = store.read("a.tar", 0, 10)
     (tmp_path / "b").write_bytes(b"x" * len(DATA))
@@ -69,7 +159,7 @@ def test_replaced_file_is_read_anew(store: LocalStore, tmp_path: Path) -> None:
 
 
 def test_mappings_are_bounded_and_views_outlive_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_module, "_MAX_MAPPED", 3)
+    monkeypatch.setattr(local_module, "MAPPED", Held(3, lambda _: None))
     for number in range(10):
         (tmp_path / f"{number}").write_bytes(bytes([number]) * 100)
     store = LocalStore(tmp_path)
@@ -295,7 +385,7 @@ def test_store_works_in_other_processes(tmp_path: Path, method: str) -> None:
     context = multiprocessing.get_context(method)
     queue: multiprocessing.Queue[bytes] = context.Queue()
     # Another thread holds the lock of the cache at the moment of the fork.
-    with store._guard:
+    with local_module.MAPPED._guard:
         process = context.Process(target=_reads, args=(store, queue))
         process.start()
     assert queue.get(timeout=60) == DATA[100:200]
