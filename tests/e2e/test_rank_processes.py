@@ -187,3 +187,56 @@ def test_equal_copies_at_other_places_are_one_data_set(run: Run, root: Path, tmp
     shutil.copytree(root, tmp_path / "copy")
     taken = in_steps(run([root, tmp_path / "copy"], (2, 0, "none")))
     assert [keys for keys, _, _ in taken] == plan_of(root)
+
+
+def sent(root: Path, place: Path, *how: str, state: Any = None) -> list[list[Any]]:
+    """What the ranks of spawned_ranks.py take of epochs 1 and 2: [epoch, keys, consumed], step by step."""
+    script = Path(__file__).with_name("spawned_ranks.py")
+    command = [sys.executable, str(script), str(root), str(place / "out"), *how]
+    command += [] if state is None else [json.dumps(state)]
+    quick = {"NUMBA_DISABLE_JIT": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        command, env=os.environ | quick, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads((place / f"out.{rank}").read_text()) for rank in range(3)]
+    assert [answer["rank"] for answer in answers] == [[rank, 3] for rank in range(3)]
+    return [batch for step in zip(*(each["taken"] for each in answers), strict=True) for batch in step]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("spawn", "0", "none"),
+        ("spawn", "1", "spawn"),
+        ("fork", "2", "fork"),
+        pytest.param(("spawn", "2", "fork"), marks=pytest.mark.slow),
+        pytest.param(("fork", "1", "spawn"), marks=pytest.mark.slow),
+        pytest.param(("forkserver", "1", "forkserver"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_data_set_made_before_the_process_group_is_divided_among_the_ranks(
+    root: Path, tmp_path: Path, how: tuple[str, str, str]
+) -> None:
+    """Each sample by one rank, in each epoch, whether ranks and workers are forked or spawned."""
+    taken = sent(root, tmp_path, *how)
+    for epoch in (1, 2):
+        plan = plan_of(root, epoch=epoch)
+        found = [keys for at, keys, _ in taken if at == epoch]
+        assert found[: len(plan)] == plan
+        assert found[len(plan) :] == plan[: len(found) - len(plan)]
+        assert len(found) - len(plan) < 3
+
+
+@pytest.mark.parametrize("how", [("fork", "0", "none"), ("fork", "1", "fork")])
+def test_ranks_that_got_one_data_set_and_each_load_the_state_take_equal_steps(
+    root: Path, tmp_path: Path, how: tuple[str, str, str]
+) -> None:
+    ds = hs.HiddenStateDataset(root, hs.Batching(batch_size=2, pad_to=16), hs.Order(tail="repeat"))
+    ds.set_epoch(1)
+    state = next(batch.state for number, batch in enumerate(ds) if number == 4)
+    taken = sent(root, tmp_path, *how, state=state)
+    first, second = ([each for each in taken if each[0] == epoch] for epoch in (1, 2))
+    assert [consumed for _, _, consumed in first] == [8] * 3 + [11] * 3 + [14] * 3
+    assert [keys for _, keys, _ in first] == plan_of(root, epoch=1)[5:]
+    assert [keys for _, keys, _ in second][:14] == plan_of(root, epoch=2)
