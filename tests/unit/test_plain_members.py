@@ -73,10 +73,10 @@ def test_the_address_is_that_of_the_hash(length: int) -> None:
     from hsstream.codecs.jit import hash_at, njit
 
     @njit
-    def hashed(address: int, data: Any, start: int, length: int) -> Any:
-        return hash_at(address, data, start, length)
+    def hashed(function: int, address: int, length: int) -> Any:
+        return hash_at(function, address, length)
 
-    assert int(hashed(address(), data, 5, length)) == digest(data[5:].tobytes())
+    assert int(hashed(address(), data.ctypes.data + 5, length)) == digest(data[5:].tobytes())
 
 
 @pytest.mark.parametrize("spec", CODECS)
