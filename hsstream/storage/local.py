@@ -1,16 +1,14 @@
 """A directory on a local or mounted file system.
 
-In: a path. Out: views into mapped files (or copies by `pread` with `{"mmap": False}`), and files
-published by fsync and link. Refused: a read past the end of a file, before it can become a SIGBUS.
+In: a path. Out: copies of byte ranges, mapped files for those who can tell whether they changed under their
+hands (`mapped`), and files published by fsync and link. Refused: a read past the end of a file.
 
-Every read looks at the file's identity first (one `stat`, about a microsecond), so a file that was
-replaced or cut since the last read is mapped again or refused. A view handed out earlier is not
-protected: where files may be cut while they are read (NFS), use `{"mmap": False}`.
+A file is looked at once for every read and every use of a mapping (one `stat`, about a microsecond), so one
+that was replaced since the last time is mapped again.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import threading
@@ -18,6 +16,8 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hsstream.storage.base import (
     ForkAware,
@@ -27,16 +27,15 @@ from hsstream.storage.base import (
     check_range,
     truncated,
 )
+from hsstream.storage.mapped import MappedFile, can_map, identity_of
 from hsstream.storage.posix import TempFile, discard_stale, file_lock, publish, typed
 
-#: Mapped files kept at once: each holds a file descriptor, and 1,024 is a usual limit for a process.
+#: Mapped files kept at once; a process has 65,530 mappings by default.
 _MAX_MAPPED = 128
-
-_Identity = tuple[int, int, int, int]
 
 
 class LocalStore(ForkAware, Store):
-    """Files of one directory; `mmap=False` reads by `pread`, `lock=False` trusts names to be unique."""
+    """Files of one directory; `mmap=False` maps none of them, `lock=False` trusts names to be unique."""
 
     local = True
 
@@ -61,13 +60,19 @@ class LocalStore(ForkAware, Store):
             return path.stat().st_size
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
-        """A read-only view of [start, stop) of the mapped file, or a copy with `mmap=False`."""
+        """A copy of [start, stop)."""
         path = f"{self.url}/{check_name(name)}"
         check_range(path, start, stop)
         with typed("read", path):
-            if self._use_mmap:
-                return self._view(name, path, start, stop)
             return _pread(path, start, stop)
+
+    def mapped(self, name: str) -> MappedFile | None:
+        """The file in memory; None where it failed before, changed just now or cannot be guarded."""
+        path = f"{self.url}/{check_name(name)}"
+        if not self._use_mmap:
+            return None
+        with typed("read", path):
+            return self._mapping(name, path)
 
     def create(self, name: str) -> PendingFile:
         """A temp file in the directory itself, so that publishing is one link."""
@@ -107,33 +112,28 @@ class LocalStore(ForkAware, Store):
     def close(self) -> None:
         """Forget the mappings; views handed out stay valid."""
         with self._guard:
-            self._mapped.clear()
+            self._mappings.clear()
 
     def renew(self) -> None:
         """Fresh lock and no mappings: called at the start and in every forked child."""
         self._guard = threading.Lock()
-        self._mapped: OrderedDict[str, tuple[_Identity, memoryview]] = OrderedDict()
+        self._mappings: OrderedDict[str, MappedFile] = OrderedDict()
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
 
-    def _view(self, name: str, path: str, start: int, stop: int) -> memoryview:
+    def _mapping(self, name: str, path: str) -> MappedFile | None:
         status = os.stat(path)  # noqa: PTH116  (several times the speed of Path.stat, once a sample)
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if stop > status.st_size:
-            raise truncated(path, stop, status.st_size)
         with self._guard:
-            known = self._mapped.get(name)
-            if known is None or known[0] != identity:
-                known = (identity, _map(path))
-                self._mapped[name] = known
-            self._mapped.move_to_end(name)
-            while len(self._mapped) > _MAX_MAPPED:
-                self._mapped.popitem(last=False)
-        view = known[1][start:stop]
-        if len(view) != stop - start:
-            raise truncated(path, stop, len(known[1]))
-        return view
+            known = self._mappings.get(name)
+            if known is None or known.identity != identity_of(status):
+                if not can_map(status):
+                    return None
+                known = self._mappings[name] = MappedFile(path)
+            self._mappings.move_to_end(name)
+            while len(self._mappings) > _MAX_MAPPED:
+                self._mappings.popitem(last=False)
+        return None if known.has_failed else known
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self._root, "mmap": self._use_mmap, "lock": self._use_lock}
@@ -157,20 +157,12 @@ class _LocalPending(PendingFile):
         self._temp.discard()
 
 
-def _map(path: str) -> memoryview:
-    """A view of the whole file; the view keeps the mapping alive after it leaves the cache."""
-    with Path(path).open("rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
 def _pread(path: str, start: int, stop: int) -> memoryview:
     with Path(path).open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if stop > size:
             raise truncated(path, stop, size)
-        view = memoryview(bytearray(stop - start))
+        view = np.empty(stop - start, np.uint8).data  # a bytearray would be filled with zeros first
         done = 0
         while done < len(view):
             count = os.preadv(file.fileno(), [view[done:]], start + done)

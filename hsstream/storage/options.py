@@ -7,7 +7,7 @@ In: the user's mapping. Out: `Options` with every value checked. Refused: unknow
 =================  =========  ==================================================================
 option             for        meaning
 =================  =========  ==================================================================
-mmap               local      False: read by `pread` (files that may be cut while read, as on NFS)
+mmap               local      False: copies by `pread` alone, no mapped files
 lock               local      False: do not lock the writer's name (file systems without locks)
 retry_timeout      remote     seconds without progress before a read or upload fails; 120
 stall_timeout      remote     seconds without a byte before a connection is given up; 30

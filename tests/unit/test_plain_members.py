@@ -221,7 +221,7 @@ def test_a_changed_byte_is_named_as_everywhere(place: float, tmp_path: Path) -> 
 @pytest.mark.parametrize("way", ["raw", "fp8", "fp8 without numba", "fp8 with a changed byte"])
 def test_every_byte_is_read_once(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_root(tmp_path, [1200], shape={"hidden": 256}, codec=way.split()[0], compression="none")
-    reader = hs.ShardReader(tmp_path)
+    reader = hs.ShardReader(tmp_path, storage_options={"mmap": False})
     start, stop = reader.index.table.member_range(0, 4)
     if way == "fp8 without numba":
         monkeypatch.setattr(backend, "kernels", lambda: None)
