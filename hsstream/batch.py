@@ -7,9 +7,11 @@ and `pack`, samples one after another in one row [1, T, ...]. Refused: unknown t
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from operator import index
 from typing import Any, Protocol
 
@@ -206,12 +208,30 @@ def pack_places(lengths: Sequence[int]) -> list[Place]:
     return places
 
 
+class _Escapes:
+    """Values of a tensor [B, T, ...] that its codes do not hold: flat positions and values of each block."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lock = threading.Lock()
+
+    def add(self, positions: torch.Tensor, values: torch.Tensor) -> None:
+        """Those of a block, at least one."""
+        with self._lock:
+            self.found.append((positions, values))
+
+    def forget(self, first: int, last: int) -> None:
+        """Those of the blocks that lie within [first, last)."""
+        with self._lock:
+            self.found = [each for each in self.found if not first <= int(each[0][0]) < last]
+
+
 class _Slot:
     """One tensor [B, T, ...] of the batch being filled; scales [B, T, ...] only where it stays in codes."""
 
     def __init__(self, column: Column, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         self.column, self.values, self.scales = column, values, scales
-        self.escapes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.escapes = _Escapes()
         # numpy, because torch would start its own threads inside a decode thread, and slices slowly
         parts = (values,) if scales is None else (values, scales)
         self._bits = [part.view(INTEGERS[part.itemsize]).numpy() for part in parts]
@@ -245,8 +265,8 @@ class _Slot:
                 "read them together with dequantize='host'"
             )
         scales = self.scales.view(shape[:-1])
-        # The list and not the slot: a cycle would keep the batch's memory until the next collection.
-        return codec.code_writer(rows, scales, spec.dtype, column.dtype, partial(_keep, self.escapes))
+        # Not by way of the slot: a cycle would keep the batch's memory until the next collection.
+        return codec.code_writer(rows, scales, spec.dtype, column.dtype, self.escapes.add)
 
     def delivered(self) -> torch.Tensor | Quantized:
         """What the batch holds."""
@@ -254,15 +274,10 @@ class _Slot:
         if self.scales is None or not isinstance(codec, ScaledCodec):
             return self.values
         positions, values = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype)
-        if self.escapes:
-            positions = torch.cat([positions for positions, _ in self.escapes])
-            values = torch.cat([values for _, values in self.escapes]).to(dtype)
+        if self.escapes.found:
+            positions = torch.cat([positions for positions, _ in self.escapes.found])
+            values = torch.cat([values for _, values in self.escapes.found]).to(dtype)
         return Quantized(self.values, self.scales, codec, dtype, positions, values)
-
-
-def _keep(escapes: list[tuple[torch.Tensor, torch.Tensor]], *found: torch.Tensor) -> None:
-    positions, values = found
-    escapes.append((positions, values))
 
 
 class BatchBuilder:
@@ -299,6 +314,13 @@ class BatchBuilder:
         """Zero the rows of one tensor of a sample, before the stored ones are written."""
         place = self._places[sample]
         self._slots[column.spec.name].zero(place.row, place.start, place.start + place.tokens)
+
+    def forget_escapes(self, sample: int, column: Column) -> None:
+        """Those found in one tensor of a sample, before it is read again."""
+        place, slot = self._places[sample], self._slots[column.spec.name]
+        first = place.row * self._shape[1] + place.start
+        token = math.prod(column.trailing)
+        slot.escapes.forget(first * token, (first + place.tokens) * token)
 
     def clear_padding(self, sample: int, columns: Sequence[Column]) -> None:
         """Zero what is behind a sample in its row, up to the next one or the end."""

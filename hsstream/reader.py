@@ -88,29 +88,33 @@ class ShardReader:
         table = self._index.table
         shard = self._index.shards[self._index.shard_of[number]].name
         with located(shard=shard, key=table.key(number)):
-            header = self._header(shard, number)
-            chosen = _token_range(tokens, header.tokens)
-            found = {
-                name: deliver(name, read_tensor(tensor, self._payloads(shard, number, tensor), chosen))
-                for name, tensor in header.tensors.items()
-                if name in names
-            }
-            rows = stored_rows_of({name: header.tensors[name] for name in found}, chosen)
-            return Sample(header.key, found, header.meta, rows)
+            return self._store.read_by(shard, lambda read: self._sample(read, number, tokens, names))
 
-    def _payloads(self, shard: str, number: int, tensor: TensorHeader) -> Callable[[int], Payload]:
+    def _sample(self, read: Payload, number: int, tokens: slice | None, names: Collection[str]) -> Sample:
+        """read: ranges of the sample's shard."""
+        header = self._header(read, number)
+        chosen = _token_range(tokens, header.tokens)
+        found = {
+            name: deliver(name, read_tensor(tensor, self._payloads(read, number, tensor), chosen))
+            for name, tensor in header.tensors.items()
+            if name in names
+        }
+        rows = stored_rows_of({name: header.tensors[name] for name in found}, chosen)
+        return Sample(header.key, found, header.meta, rows)
+
+    def _payloads(self, read: Payload, number: int, tensor: TensorHeader) -> Callable[[int], Payload]:
         table, first = self._index.table, self._index.info.schema.first_member[tensor.spec.name]
 
         def payload_of(member: int) -> Payload:
             start, stop = table.member_range(number, first + member)
             check_member_size(tensor, member, stop - start)
-            return lambda a, b: self._store.read(shard, start + a, start + b)
+            return lambda a, b: read(start + a, start + b)
 
         return payload_of
 
-    def _header(self, shard: str, number: int) -> Header:
+    def _header(self, read: Payload, number: int) -> Header:
         table = self._index.table
-        header = Header.parse(self._store.read(shard, *table.member_range(number, 0)))
+        header = Header.parse(read(*table.member_range(number, 0)))
         check_sample(header, self._index.info, table, number)
         return header
 

@@ -31,7 +31,7 @@ from typing import Any
 from hsstream.batch import Batch, BatchBuilder, Column, Memory, Place
 from hsstream.decoders import Decoders
 from hsstream.decoding import check_member_size, read_rows
-from hsstream.errors import ForkError, FormatError, located, printable
+from hsstream.errors import ForkError, HsStreamError, located, printable
 from hsstream.fetch import Fetcher, Request, SampleBytes
 from hsstream.header import Header
 from hsstream.index import check_sample
@@ -90,7 +90,7 @@ class _Running:
         self.headers: dict[int, Header] = {}
         if _is_suspicious(job, columns):
             for number, source in enumerate(samples):
-                _patiently(source, partial(self.header, number))
+                _patiently(job.requests[number], source, partial(self.header, number))
         self.builder = BatchBuilder(columns, job.shape, job.places, memory)
         self.nbytes = self.builder.nbytes
         #: Samples whose bytes are not here, and when the latest came.
@@ -281,21 +281,27 @@ def _decode(running: _Running, number: int, columns: Sequence[Column]) -> None:
     """The rows of some tensors of one sample, straight into the batch."""
     request, source = running.job.requests[number], running.samples[number]
     with running.clock.timed("decoding", f"decoding {request.shard} sample {request.sample}"):
-        _patiently(source, partial(_decode_sample, running, number, columns))
+        _patiently(request, source, partial(_decode_sample, running, number, columns))
 
 
-def _patiently(source: SampleBytes, attempt: Callable[[SampleBytes], object]) -> None:
-    """What came over a network and is wrong may be right the next time."""
+def _patiently(request: Request, source: SampleBytes, attempt: Callable[[SampleBytes], object]) -> None:
+    """What came over a network and is wrong may be right the next time. Of a mapped file that changed or
+    failed while it was read nothing counts: it is read again by copies."""
     for _ in range(READ_AGAIN):
         try:
             attempt(source)
-            return
-        except FormatError as error:
-            again = source.again()
+        except HsStreamError as error:
+            again = source.again(error)
             if again is None:
                 raise
             logger.warning("%s; reading it again", error)
-            source = again
+        else:
+            again = source.again(None)
+            if again is None:
+                return
+            where = request.store.where(request.shard)
+            logger.warning("%s changed while it was read; reading sample %d again", where, request.sample)
+        source = again
     attempt(source)
 
 
@@ -330,6 +336,8 @@ def _decode_column(
     tensor = header.tensors[column.spec.name]
     if tensor.row_runs is not None:
         running.builder.clear(number, column)
+    if source is not running.samples[number]:
+        running.builder.forget_escapes(number, column)  # those of the first attempt
     first = running.job.infos[number].schema.first_member[column.spec.name]
     sizes = request.table.sizes[request.sample].tolist()
     for member in column.members:

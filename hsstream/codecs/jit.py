@@ -50,23 +50,63 @@ bits_of: Any = _bitcast(types.float32, types.uint32)
 float_of: Any = _bitcast(types.uint32, types.float32)
 
 
-def _hash_at(typing_context: Any, address: Any, data: Any, start: Any, length: Any) -> Any:  # noqa: ARG001
-    """uint64 f(const void *bytes, size_t length), the C function at `address`, of bytes of the array `data`.
+def _hash_at(typing_context: Any, function: Any, address: Any, length: Any) -> Any:  # noqa: ARG001
+    """uint64 f(const void *bytes, size_t length), the C function at address `function`, of bytes in memory.
 
     An address as an argument, because numba does not cache kernels that name a C function.
     """
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, data, start, length = args
-        place = builder.gep(context.make_array(signature.args[1])(context, builder, data).data, [start])
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        function, address, length = args
         word, byte = ir.IntType(64), ir.IntType(8).as_pointer()
-        function = builder.inttoptr(address, ir.FunctionType(word, [byte, word]).as_pointer())
-        return builder.call(function, [builder.bitcast(place, byte), length])
+        call = builder.inttoptr(function, ir.FunctionType(word, [byte, word]).as_pointer())
+        return builder.call(call, [builder.inttoptr(address, byte), length])
 
-    return types.uint64(types.intp, data, types.intp, types.intp), build
+    return types.uint64(types.intp, types.intp, types.intp), build
 
 
 hash_at: Any = intrinsic(_hash_at)
+
+
+def _float_at(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+    """The float32 at an address, which need not be aligned."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        value = builder.load(builder.inttoptr(args[0], ir.FloatType().as_pointer()))
+        value.align = 1
+        return value
+
+    return types.float32(types.intp), build
+
+
+float_at: Any = intrinsic(_float_at)
+
+
+def _values_at(typing_context: Any, like: Any, address: Any, length: Any) -> Any:  # noqa: ARG001
+    """A view of `length` values of the dtype of `like`, from an address on, which need not be aligned.
+
+    By addresses a kernel takes any number of arrays; a tuple of them would be a kernel for each number.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.get_data_type(signature.return_type.dtype).as_pointer()
+        return _view(context, builder, signature.return_type, builder.inttoptr(args[1], data), args[2])
+
+    view = types.Array(like.dtype, 1, "C", readonly=True, aligned=False)
+    return view(like, types.intp, types.intp), build
+
+
+values_at: Any = intrinsic(_values_at)
+
+
+def _view(context: Any, builder: Any, view_of: Any, data: Any, length: Any) -> Any:
+    """A one-dimensional array of `length` values from `data` on, for as long as the memory lives."""
+    view = context.make_array(view_of)(context, builder)
+    size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(view_of.dtype)))
+    populate_array(  # type: ignore[no-untyped-call]
+        view, data=data, shape=[length], strides=[size], itemsize=size, meminfo=None
+    )
+    return view._getvalue()
 
 
 def _piece(typing_context: Any, array: Any, start: Any, length: Any) -> Any:  # noqa: ARG001
@@ -78,15 +118,8 @@ def _piece(typing_context: Any, array: Any, start: Any, length: Any) -> Any:  # 
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, start, length = args
-        view_of = signature.args[0]
-        data = context.make_array(view_of)(context, builder, array).data
-        view = context.make_array(signature.return_type)(context, builder)
-        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(view_of.dtype)))
-        place = builder.gep(data, [start])
-        populate_array(  # type: ignore[no-untyped-call]
-            view, data=place, shape=[length], strides=[size], itemsize=size, meminfo=None
-        )
-        return view._getvalue()
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        return _view(context, builder, signature.return_type, builder.gep(data, [start]), length)
 
     return array.copy(ndim=1)(array, types.intp, types.intp), build
 
@@ -209,7 +242,7 @@ def once(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[...,
 
 
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """`function` compiled for one signature, from numba's cache where there is a writable one."""
+    """`function` compiled for a signature or a list of them, from numba's cache where one can be written."""
     kernel: Callable[..., Any]
     try:
         kernel = njit(signature, nogil=True, cache=True, error_model="numpy")(function)
@@ -222,12 +255,6 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
 def readable(dtype: type, dimensions: int) -> Any:
     """The type of an argument; also takes the read-only and unaligned arrays over file buffers."""
     return types.Array(from_dtype(np.dtype(dtype)), dimensions, "C", readonly=True, aligned=False)
-
-
-def several(dtype: type, dimensions: int, count: int) -> Any:
-    """The type of a tuple of `readable` arrays."""
-    many: Any = types.UniTuple
-    return many(readable(dtype, dimensions), count)
 
 
 def integers(count: int) -> Any:

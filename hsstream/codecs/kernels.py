@@ -37,6 +37,7 @@ from hsstream.codecs.jit import (
     bits_of,
     compiled,
     fence,
+    float_at,
     float_of,
     hash_at,
     integers,
@@ -46,10 +47,10 @@ from hsstream.codecs.jit import (
     overload,
     piece,
     readable,
-    several,
     store,
     stream,
     types,
+    values_at,
     writable,
 )
 from hsstream.memory import LINE
@@ -215,9 +216,10 @@ def _checked_vector(source: Any, target: Any, scale: Any, packed: Any, bad: Any,
     return OVERFLOW if _peak(source, top, scale) >= infinite else OK
 
 
-def _decode(codes: Any, scales: Any, flat: Any, place: Any, limits: Any) -> int:
-    """Decode parts, a tuple of codes [R, V * bytes] and one of scales [R, V].
+def _decode(like: Any, parts: Any, shape: Any, flat: Any, place: Any, limits: Any) -> int:
+    """Decode the rows of members that lie side by side: codes [R, V * bytes] and scales [R, V] of each.
 
+    like: an array of the codes' dtype; parts [members, 2]: addresses of codes and scales; shape: R, V.
     place: offset, row step, vector step, width: vector [r, v] of part p goes to the `width` values from
     flat[offset + r * row_step + (p * V + v) * vector_step] on.
     limits: whether a byte holds two codes; the first magnitude no encoder writes; one of FIRST_INFINITE.
@@ -226,26 +228,22 @@ def _decode(codes: Any, scales: Any, flat: Any, place: Any, limits: Any) -> int:
     offset, row_step, vector_step, width = place
     packed, bad, infinite = limits
     size = (width + 1) // 2 if packed else width
-    rows, vectors = scales[0].shape
+    rows, vectors = shape
     for row in range(rows):
         first = offset + row * row_step
-        for part in range(len(codes)):
+        for part in range(len(parts)):
             for vector in range(vectors):
-                source = piece(codes[part], (row * vectors + vector) * size, size)
-                scale, target = scales[part][row, vector], piece(flat, first, width)
-                status: int = _checked_vector(source, target, scale, packed, bad, infinite)
+                number = row * vectors + vector
+                source, scale = (
+                    values_at(like, parts[part, 0] + number * size, size),
+                    parts[part, 1] + 4 * number,
+                )
+                target = piece(flat, first, width)
+                status: int = _checked_vector(source, target, float_at(scale), packed, bad, infinite)
                 if status != OK:
                     return status
                 first += vector_step
     return OK
-
-
-@njit
-def _scale_at(payload: Any, start: int) -> Any:
-    """The little-endian float32 at a byte, which need not be aligned."""
-    low = U32(U32(U8(payload[start])) | U32(U32(U8(payload[start + 1])) << U32(8)))
-    high = U32(U32(U8(payload[start + 2])) | U32(U32(U8(payload[start + 3])) << U32(8)))
-    return float_of(U32(low | U32(high << U32(16))))
 
 
 @njit
@@ -257,14 +255,22 @@ def _goes_past_caches(flat: Any, place: Any) -> Any:
 
 
 def _decode_plain(
-    payloads: Any, hashes: Any, digest: int, shape: Any, scales: Any, flat: Any, place: Any, limits: Any
+    like: Any,
+    members: Any,
+    hashes: Any,
+    digest: int,
+    shape: Any,
+    scales: Any,
+    flat: Any,
+    place: Any,
+    limits: Any,
 ) -> int:
     """As `_decode`, from the payloads of members whose blocks are all stored plain and without extras: scales
     and codes of block after block. Each block's hash is checked before it is decoded.
 
-    payloads: a tuple of bytes, rows * V * (4 + bytes of a vector) each; hashes [members, blocks]; digest: the
-    address of the hash's function; shape: rows, rows of a block, V; scales [rows, members * V]: where they
-    are copied to, or empty.
+    members: addresses of the payloads, rows * V * (4 + bytes of a vector) bytes each; hashes [members,
+    blocks]; digest: the address of the hash's function; shape: rows, rows of a block, V; scales [rows,
+    members * V]: where they are copied to, or empty.
     """
     rows, rows_per_block, vectors = shape
     offset, row_step, vector_step, width = place
@@ -273,15 +279,15 @@ def _decode_plain(
     past_caches = _goes_past_caches(flat, place)
     # Whole lines may come in any sequence: one member after another, whose block stays in the cache between
     # hash and decode. Otherwise members that lie side by side are written together.
-    together = 1 if past_caches else len(payloads)
+    together = 1 if past_caches else len(members)
     decoded = np.empty(width, flat.dtype)
     for block in range(hashes.shape[1]):
         first_row = block * rows_per_block
         count = min(rows_per_block, rows - first_row)
         begin, codes = first_row * vectors * (4 + size), 4 * count * vectors
-        for some in range(0, len(payloads), together):
+        for some in range(0, len(members), together):
             for part in range(some, some + together):
-                found = hash_at(digest, payloads[part], begin, codes + count * vectors * size)
+                found = hash_at(digest, members[part] + begin, codes + count * vectors * size)
                 if found != hashes[part, block]:
                     return BAD_HASH
             for row in range(count):
@@ -289,9 +295,8 @@ def _decode_plain(
                 for part in range(some, some + together):
                     for vector in range(vectors):
                         number = row * vectors + vector
-                        scale = _scale_at(payloads[part], begin + 4 * number)
-                        start = begin + codes + number * size
-                        source = piece(payloads[part], start, size)
+                        scale = float_at(members[part] + begin + 4 * number)
+                        source = values_at(like, members[part] + begin + codes + number * size, size)
                         target = piece(decoded, 0, width) if past_caches else piece(flat, first, width)
                         status: int = _checked_vector(source, target, scale, packed, bad, infinite)
                         if status != OK:
@@ -331,19 +336,31 @@ def _patch(values: Any, gaps: Any, flat: Any, place: Any, shape: Any, infinite: 
     return OK if used == len(values) else BAD_CODE
 
 
-@once
-def decoder(codes: type, rows: type, parts: int) -> Callable[..., int]:
-    """`_decode` for so many parts, codes and rows of these NumPy dtypes; rows of uint8 receive the codes."""
-    arrays = (several(codes, 2, parts), several(np.float32, 2, parts), writable(rows, 1))
-    return compiled(_decode, types.intp(*arrays, integers(4), integers(3)))
+def _address(array: Any) -> Any:
+    """Where its first byte is, in a fifth of the time of `array.ctypes.data`."""
+    return array.ctypes.data
 
 
 @once
-def plain_decoder(codes: type, rows: type, parts: int) -> Callable[..., int]:
-    """`_decode_plain` for so many members, as `decoder`."""
-    stored = (several(codes, 1, parts), readable(np.uint64, 2), types.intp, integers(3))
+def address_of() -> Callable[..., int]:
+    """`_address` of payloads, codes and scales, which must outlive the use of it."""
+    arrays = (readable(np.uint8, 1), readable(np.uint8, 2), readable(np.float32, 2))
+    return compiled(_address, [types.intp(array) for array in arrays])
+
+
+@once
+def decoder(codes: type, rows: type) -> Callable[..., int]:
+    """`_decode` for codes and rows of these NumPy dtypes; rows of uint8 receive the codes."""
+    parts = (readable(codes, 1), readable(np.int64, 2), integers(2))
+    return compiled(_decode, types.intp(*parts, writable(rows, 1), integers(4), integers(3)))
+
+
+@once
+def plain_decoder(codes: type, rows: type) -> Callable[..., int]:
+    """`_decode_plain`, as `decoder`."""
+    members = (readable(codes, 1), readable(np.int64, 1), readable(np.uint64, 2), types.intp, integers(3))
     targets = (writable(np.float32, 2), writable(rows, 1), integers(4))
-    return compiled(_decode_plain, types.intp(*stored, *targets, integers(3)))
+    return compiled(_decode_plain, types.intp(*members, *targets, integers(3)))
 
 
 @once

@@ -104,7 +104,9 @@ class Rows(RowWriter):
         self._limits = (int(form.packed), form.bad, backend.FIRST_INFINITE[deliver])
         self._keeps_codes = out.dtype == torch.uint8
         self._scales = NO_SCALES
-        self._kernels: dict[tuple[str, int], Callable[..., int] | None] = {}
+        # The kernels take memory by its address, and its dtype from an array.
+        self._like = np.empty(0, form.dtype)
+        self._kernels: dict[str, Callable[..., int] | None] = {}
 
     def __call__(self, start: int, parts: Sequence[Part]) -> None:
         vectors, odd = divmod(self._vectors, len(parts))
@@ -135,7 +137,7 @@ class Rows(RowWriter):
     def write_plain(self, start: int, members: PlainMembers) -> bool:
         """By one call of a kernel; False without numba."""
         count, rows = len(members.payloads), members.rows
-        kernel, vectors = self._kernel("plain_decoder", count), self._vectors // count
+        kernel, vectors = self._kernel("plain_decoder"), self._vectors // count
         nbytes = rows * vectors * (4 + self._form.vector_bytes(self._width))
         fits = vectors * count == self._vectors and 0 <= start <= self._rows - rows
         blocks = (count, -(-rows // members.rows_per_block))
@@ -143,11 +145,13 @@ class Rows(RowWriter):
             return False
         if any(len(payload) != nbytes for payload in members.payloads):
             return False
-        payloads = tuple(np.frombuffer(payload, self._form.dtype) for payload in members.payloads)
+        payloads = [np.frombuffer(payload, np.uint8) for payload in members.payloads]
         shape = (rows, members.rows_per_block, vectors)
         row_step, vector_step = self._steps
         place = (start * row_step, row_step, vector_step, self._width)
-        stored = (payloads, members.hashes, members.digest, shape)
+        address = backend.kernels().address_of()
+        addresses = np.array([address(payload) for payload in payloads], np.int64)
+        stored = (self._like, addresses, members.hashes, members.digest, shape)
         targets = (self._scales[start : start + rows], self._flat, place)
         status = kernel(*stored, *targets, self._limits)
         return bool(status == backend.OK)
@@ -157,22 +161,21 @@ class Rows(RowWriter):
             raise backend.status_error(status, self._source, self._deliver)
 
     def _decode(self, start: int, codes: list[NDArray[np.uint8]], scales: list[NDArray[np.float32]]) -> int:
-        kernel = self._kernel("decoder", len(codes))
+        kernel = self._kernel("decoder")
         if kernel is None:
             return self._decode_torch(start, codes, scales)
         row_step, vector_step = self._steps
         place = (start * row_step, row_step, vector_step, self._width)
-        if self._form.dtype is not np.uint8:
-            codes = [each.view(self._form.dtype) for each in codes]
-        return int(kernel(tuple(codes), tuple(scales), self._flat, place, self._limits))
+        address = backend.kernels().address_of()
+        parts = np.array([(address(c), address(s)) for c, s in zip(codes, scales, strict=True)], np.int64)
+        return int(kernel(self._like, parts, scales[0].shape, self._flat, place, self._limits))
 
-    def _kernel(self, name: str, members: int) -> Callable[..., int] | None:
+    def _kernel(self, name: str) -> Callable[..., int] | None:
         """`kernels.decoder` or `kernels.plain_decoder`; None without numba."""
-        if (name, members) not in self._kernels:
+        if name not in self._kernels:
             jit, rows = backend.kernels(), backend.numpy_dtype(self._out.dtype)
-            made = getattr(jit, name)(self._form.dtype, rows, members) if jit else None
-            self._kernels[name, members] = made
-        return self._kernels[name, members]
+            self._kernels[name] = getattr(jit, name)(self._form.dtype, rows) if jit else None
+        return self._kernels[name]
 
     def _decode_torch(
         self, start: int, codes: list[NDArray[np.uint8]], scales: list[NDArray[np.float32]]

@@ -85,8 +85,10 @@ class RemoteBytes:
             start, at = end, at + 1
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
-    def again(self) -> SampleBytes | None:
+    def again(self, failure: HsStreamError | None) -> SampleBytes | None:
         """Reads of its own: what a network or a cache in between has changed may be right next time."""
+        if not isinstance(failure, FormatError):
+            return None
         store = self._fetcher.own(self.request.store)
         return DirectBytes(replace(self.request, store=store), self._fetcher.clock)
 

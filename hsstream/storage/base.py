@@ -11,12 +11,16 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol, TypeVar
 from weakref import WeakSet
 
-from hsstream.errors import StorageError, TruncatedShardError
+from hsstream.errors import HsStreamError, StorageError, TruncatedShardError
+
+T = TypeVar("T")
 
 #: Suffix of every file that is not yet published; discard_stale() removes these and nothing else.
 PART = ".part"
@@ -40,6 +44,16 @@ class PendingFile(ABC):
         """Drop the bytes; a second call, or one after `publish`, does nothing."""
 
 
+class MemoryFile(Protocol):
+    """A file in memory, which may change or fail while it is read: its bytes count only if it is intact after
+    their use."""
+
+    data: memoryview
+
+    def is_intact(self) -> bool:
+        """Whether everything read so far is what the file held all the time."""
+
+
 class Store(ABC):
     """One root. Safe to use from many threads, after a fork, and pickled to a spawned process."""
 
@@ -59,6 +73,31 @@ class Store(ABC):
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> memoryview:
         """Exactly the bytes [start, stop); TruncatedShardError when the file ends before `stop`."""
+
+    def mapped(self, name: str) -> MemoryFile | None:
+        """The whole file without a copy, None where there is no such way: then `read`."""
+        del name
+        return None
+
+    def read_by(self, name: str, attempt: Callable[[Callable[[int, int], memoryview]], T]) -> T:
+        """What `attempt(read)` makes of a file by `read(start, stop)`.
+
+        It gets views of the file in memory where there is such a way, and is called again with copies if the
+        file changed or failed meanwhile.
+        """
+        file, copies = self.mapped(name), partial(self.read, name)
+        if file is None:
+            return attempt(copies)
+        data = file.data
+        try:
+            made = attempt(lambda start, stop: data[start:stop] if stop <= len(data) else copies(start, stop))
+        except HsStreamError:
+            if file.is_intact():
+                raise
+        else:
+            if file.is_intact():
+                return made
+        return attempt(copies)
 
     @abstractmethod
     def create(self, name: str) -> PendingFile:

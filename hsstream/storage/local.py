@@ -1,23 +1,24 @@
 """A directory on a local or mounted file system.
 
-In: a path. Out: views into mapped files (or copies by `pread` with `{"mmap": False}`), and files
-published by fsync and link. Refused: a read past the end of a file, before it can become a SIGBUS.
+In: a path. Out: copies of byte ranges, mapped files for those who can tell whether they changed under their
+hands (`mapped`), and files published by fsync and link. Refused: a read past the end of a file.
 
-Every read looks at the file's identity first (one `stat`, about a microsecond), so a file that was
-replaced or cut since the last read is mapped again or refused. A view handed out earlier is not
-protected: where files may be cut while they are read (NFS), use `{"mmap": False}`.
+A file is looked at once for every read and every use of a mapping (one `stat`, about a microsecond), so one
+that was replaced since the last time is mapped again.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import stat
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hsstream.storage.base import (
     PendingFile,
@@ -28,16 +29,16 @@ from hsstream.storage.base import (
     not_a_file,
     truncated,
 )
-from hsstream.storage.held import Held, new_owner, part_of_open_files
+from hsstream.storage.held import Held, new_owner
+from hsstream.storage.mapped import MappedFile, can_map, identity_of
 from hsstream.storage.posix import TempFile, discard_stale, file_lock, publish, steadily, typed
 
-_Identity = tuple[int, int, int, int]
-#: Mapped files of all stores of the process: each holds a file descriptor.
-MAPPED: Held[tuple[_Identity, memoryview]] = Held(part_of_open_files(4, 1024), lambda _: None)
+#: Mapped files of all stores of the process, which may have 65,530 mappings by default.
+MAPPED: Held[MappedFile] = Held(1024, lambda _: None)
 
 
 class LocalStore(Store):
-    """Files of one directory; `mmap=False` reads by `pread`, `lock=False` trusts names to be unique.
+    """Files of one directory; `mmap=False` maps none of them, `lock=False` trusts names to be unique.
 
     retry_timeout: seconds for which a failure of a mounted server (ESTALE, EIO) is tried again.
     """
@@ -73,26 +74,20 @@ class LocalStore(Store):
         return steadily(self._seconds, _size, self._path(name))
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
-        """A read-only view of [start, stop) of the mapped file, or a copy with `mmap=False`."""
+        """A copy of [start, stop)."""
         path = f"{self.url}/{check_name(name)}"
         check_range(path, start, stop)
-        return steadily(self._seconds, self._read, name, path, start, stop)
+        return steadily(self._seconds, _pread, path, start, stop)
 
-    def _read(self, name: str, path: str, start: int, stop: int) -> memoryview:
-        with typed("read", path):
-            if self._use_mmap:
-                return self._view(name, path, start, stop)
-            return _pread(path, start, stop)
+    def mapped(self, name: str) -> MappedFile | None:
+        """The file in memory; None where it failed before, changed just now or cannot be guarded."""
+        if not self._use_mmap:
+            return None
+        return steadily(self._seconds, self._mapping, name, f"{self.url}/{check_name(name)}")
 
     def read_all(self, name: str, limit: int) -> bytes:
         """By one descriptor: of a file that is replaced meanwhile, all of the old or all of the new one."""
-        path = self._path(name)
-        with typed("read", path), path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            check_limit(str(path), size, limit)
-            data = file.read(size) or b""
-            # One call gives at most 2 GiB.
-            return data if len(data) == size else bytes(_exactly(file.fileno(), str(path), 0, size))
+        return steadily(self._seconds, _read_all, f"{self.url}/{check_name(name)}", limit)
 
     def create(self, name: str) -> PendingFile:
         """A temp file in the directory itself, so that publishing is one link."""
@@ -136,22 +131,19 @@ class LocalStore(Store):
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
 
-    def _view(self, name: str, path: str, start: int, stop: int) -> memoryview:
-        status = os.stat(path)  # noqa: PTH116  (several times the speed of Path.stat, once a sample)
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if not stat.S_ISREG(status.st_mode):
-            raise not_a_file(path)
-        if stop > status.st_size:
-            raise truncated(path, stop, status.st_size)
-        key = (self._owner, name)
-        known = MAPPED.get(key)
-        if known is None or known[0] != identity:
-            known = (identity, _map(path))
-            MAPPED.put(key, known)
-        view = known[1][start:stop]
-        if len(view) != stop - start:
-            raise truncated(path, stop, len(known[1]))
-        return view
+    def _mapping(self, name: str, path: str) -> MappedFile | None:
+        with typed("read", path):
+            status = os.stat(path)  # noqa: PTH116  (several times the speed of Path.stat, once a sample)
+            if not stat.S_ISREG(status.st_mode):
+                raise not_a_file(path)
+            key = (self._owner, name)
+            known = MAPPED.get(key)
+            if known is None or known.identity != identity_of(status):
+                if not can_map(status):
+                    return None
+                known = MappedFile(path)
+                MAPPED.put(key, known)
+        return None if known.has_failed else known
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -188,28 +180,36 @@ def _size(path: Path) -> int:
     return status.st_size
 
 
-def _map(path: str) -> memoryview:
-    """A view of the whole file; the view keeps the mapping alive after it leaves the cache."""
-    with Path(path).open("rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[int, int]]:
+    """(descriptor, bytes) of a regular file."""
+    with typed("read", path):
+        # Not to wait for a pipe that nobody writes to; files do not know the difference.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise not_a_file(path)
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
+
+
+def _read_all(path: str, limit: int) -> bytes:
+    with _opened(path) as (descriptor, size):
+        check_limit(path, size, limit)
+        return bytes(_exactly(descriptor, path, 0, size))
 
 
 def _pread(path: str, start: int, stop: int) -> memoryview:
-    # Not to wait for a pipe that nobody writes to; files do not know the difference.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise not_a_file(path)
-        size = status.st_size
+    with _opened(path) as (descriptor, size):
         if stop > size:
             raise truncated(path, stop, size)
-        return _exactly(file.fileno(), path, start, stop)
+        return _exactly(descriptor, path, start, stop)
 
 
 def _exactly(descriptor: int, path: str, start: int, stop: int) -> memoryview:
-    view = memoryview(bytearray(stop - start))
+    view = np.empty(stop - start, np.uint8).data  # a bytearray would be filled with zeros first
     done = 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], start + done)

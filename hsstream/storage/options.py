@@ -7,7 +7,7 @@ In: the user's mapping. Out: `Options` with every value checked. Refused: unknow
 =================  =========  ==================================================================
 option             for        meaning
 =================  =========  ==================================================================
-mmap               local      False: read by `pread` (files that may be cut while read, as on NFS)
+mmap               local      False: copies by `pread` alone, no mapped files
 lock               local      False: do not lock the writer's name (file systems without locks)
 retry_timeout      all        seconds without progress before a read or upload fails; 120, local 10
 stall_timeout      remote     seconds without a byte, or with less than 4 KiB each, before a connection is

@@ -263,10 +263,11 @@ def test_a_cache_that_cannot_be_written_is_done_without(
         return numba_njit(*arguments, **options)
 
     monkeypatch.setattr(jit, "njit", njit)
-    kernel = kernels.decoder.__wrapped__(np.uint8, np.float32, 1)
+    kernel = kernels.decoder.__wrapped__(np.uint8, np.float32)
     out = np.zeros(2, np.float32)
     codes, scales = np.array([[0x38, 0xB8]], np.uint8), np.array([[2.0]], np.float32)
-    assert kernel((codes,), (scales,), out, (0, 2, 2, 2), (0, 0x7F, 0x7F800000)) == backend.OK
+    parts = np.array([[codes.ctypes.data, scales.ctypes.data]])
+    assert kernel(codes[0], parts, (1, 1), out, (0, 2, 2, 2), (0, 0x7F, 0x7F800000)) == backend.OK
     assert out.tolist() == [2.0, -2.0]
 
 

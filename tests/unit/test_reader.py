@@ -37,8 +37,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 class Counting(LocalStore):
     """Remembers what was read of shards."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, **options)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, mmap=False)
         self.ranges: list[tuple[int, int]] = []
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
@@ -51,8 +51,8 @@ class Counting(LocalStore):
         return sum(stop - start for start, stop in self.ranges)
 
 
-def counted(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[hs.ShardReader, Counting]:
-    store = Counting(root, **options)
+def counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[hs.ShardReader, Counting]:
+    store = Counting(root)
     monkeypatch.setattr(reader_module, "open_store", lambda *_: store)
     reader = hs.ShardReader(root)
     store.ranges.clear()
@@ -175,16 +175,11 @@ def test_only_slices_of_step_1_are_taken(tmp_path: Path, tokens: slice) -> None:
 # --- what is read
 
 
-@pytest.mark.parametrize("options", [{}, {"mmap": False}])
 @pytest.mark.parametrize(("first", "last"), [(1_000, 5_000), (0, 1), (40_000, 40_512), (65_000, 65_536)])
 def test_a_slice_of_65536_tokens_reads_its_header_and_blocks_alone(
-    long_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    first: int,
-    last: int,
+    long_root: Path, monkeypatch: pytest.MonkeyPatch, first: int, last: int
 ) -> None:
-    reader, store = counted(long_root, monkeypatch, **options)
+    reader, store = counted(long_root, monkeypatch)
     table = reader.index.table
     header_range = table.member_range(0, 0)
     header = Header.parse(LocalStore(long_root).read("hs-000000.tar", *header_range))

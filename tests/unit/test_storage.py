@@ -19,7 +19,6 @@ import pytest
 from hsstream.errors import StorageError, StorageFullError, TruncatedShardError
 from hsstream.storage import local as local_module
 from hsstream.storage import open_store, split_urls
-from hsstream.storage.held import Held
 from hsstream.storage.local import LocalStore
 from hsstream.storage.posix import TempFile, typed
 
@@ -31,10 +30,10 @@ def files(directory: Path | str) -> list[str]:
     return sorted(path.name for path in Path(directory).iterdir())
 
 
-@pytest.fixture(params=[True, False], ids=["mmap", "pread"])
-def store(tmp_path: Path, request: pytest.FixtureRequest) -> LocalStore:
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
     (tmp_path / "a.tar").write_bytes(DATA)
-    return LocalStore(tmp_path, mmap=request.param)
+    return LocalStore(tmp_path)
 
 
 def test_ranges_are_exact(store: LocalStore) -> None:
@@ -55,7 +54,7 @@ def test_read_past_the_end_is_truncation(store: LocalStore) -> None:
         store.read("a.tar", 0, len(DATA) + 1)
 
 
-def test_file_cut_after_mapping_is_truncation_not_sigbus(store: LocalStore, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_between_reads_is_truncation(store: LocalStore, tmp_path: Path) -> None:
     store.read("a.tar", 0, 10)
     os.truncate(tmp_path / "a.tar", 100)
     with pytest.raises(TruncatedShardError):
@@ -156,21 +155,6 @@ def test_replaced_file_is_read_anew(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "b").replace(tmp_path / "a.tar")
     assert bytes(store.read("a.tar", 0, 10)) == b"x" * 10
     assert bytes(old) == DATA[:10]
-
-
-def test_mappings_are_bounded_and_views_outlive_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_module, "MAPPED", Held(3, lambda _: None))
-    for number in range(10):
-        (tmp_path / f"{number}").write_bytes(bytes([number]) * 100)
-    store = LocalStore(tmp_path)
-    before = len(files("/proc/self/fd"))
-    views = [store.read(str(number), 0, 100) for number in range(10)]
-    assert [view[50] for view in views] == list(range(10))
-    del views
-    assert len(files("/proc/self/fd")) <= before + 3
-    store.close()
-    assert len(files("/proc/self/fd")) <= before
-    assert store.read("4", 0, 1)[0] == 4
 
 
 def test_empty_file(store: LocalStore, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Gated(LocalStore):
     """Reads of some shards wait, or fail."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, mmap=False)
         self.gates: dict[str, threading.Event] = {}
         self.failing: set[str] = set()
 
