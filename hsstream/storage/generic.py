@@ -192,7 +192,10 @@ class FsspecStore(ForkAware, Store):
 
     def _open(self) -> _Opened:
         options = {"skip_instance_cache": True, **self._foreign}
-        fs, path = fsspec.core.url_to_fs(self._root.reveal(), **options)
+        try:
+            fs, path = fsspec.core.url_to_fs(self._root.reveal(), **options)
+        except (ImportError, ValueError) as error:  # which say what to install, or which schemes there are
+            raise StorageError(f"{self.url}: {self._told(error)}") from None
         return _Opened(fs, path.rstrip("/"))
 
     def _take(self) -> _Opened:
@@ -242,8 +245,6 @@ class FsspecStore(ForkAware, Store):
         except FileNotFoundError:
             whole = True
             raise missing(where) from None
-        except (ImportError, ValueError, NotImplementedError) as error:
-            raise StorageError(f"{where}: {self._told(error)}") from None
         except (ConnectionError, TimeoutError, EOFError) as error:
             raise Transient(type(error).__name__) from None
         except Exception as error:  # noqa: BLE001  (every file system has exceptions of its own)
