@@ -245,12 +245,13 @@ def test_closing_ends_a_slow_answer() -> None:
 
 @pytest.mark.parametrize("damaged", [1, 2, 1000])
 def test_a_shard_whose_index_arrives_damaged_is_read_again(tmp_path: Path, damaged: int) -> None:
-    right = serving(write_root(tmp_path))
+    right, tails = serving(write_root(tmp_path)), list[bytes]()
 
     def answer(request: bytes) -> list[bytes]:
         whole = bytearray(b"".join(right(request)))
-        if len(server.requests) <= damaged:
-            whole[-5000:] = bytes(5000)
+        if b"bytes=-" in request:
+            tails.append(request)
+            whole[-5000:] = bytes(5000) if len(tails) <= damaged else whole[-5000:]
         return [bytes(whole)]
 
     with Answers(answer) as server:
@@ -259,7 +260,7 @@ def test_a_shard_whose_index_arrives_damaged_is_read_again(tmp_path: Path, damag
             assert len(open_catalog(url, QUICK).keys) == 3
         else:
             assert "hs-000000.tar" in refusal(lambda: open_catalog(url, QUICK))
-            assert sum(b"bytes=-" in request for request in server.requests) == 3
+        assert len(tails) == min(damaged + 1, 3)
 
 
 def test_damaged_answers(tmp_path: Path) -> None:
