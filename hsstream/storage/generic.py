@@ -20,6 +20,7 @@ import errno
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -80,13 +81,16 @@ class FsspecStore(ForkAware, Store):
         self._root, self._given = Location(root), Options(options or {})
         self._own, self._foreign = own_and_foreign(options)
         self.url = shown(root)
-        self._owner = new_owner()
+        self._owner, self._busy = new_owner(), set[_Opened]()
+        weakref.finalize(self, IDLE.drop, self._owner)
         super().__init__()
 
     def renew(self) -> None:
         """No file system yet: one used in a parent process hangs in its forked child."""
+        for opened in list(self._busy):
+            opened.hang_up()
+        self._busy = set()
         self._shared: _Opened | None = None
-        self._busy: set[_Opened] = set()
         self._guard = threading.Lock()
         self._closing = threading.Event()
 
@@ -98,10 +102,6 @@ class FsspecStore(ForkAware, Store):
         """End the waiting of retries, hang up, and forget the file system."""
         self._closing.set()
         IDLE.drop(self._owner)
-        with self._guard:
-            busy = list(self._busy)
-        for opened in busy:
-            opened.hang_up()
         self.renew()
 
     def names(self) -> list[str]:
