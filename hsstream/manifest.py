@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from hsstream.errors import (
@@ -35,6 +35,8 @@ MAX_MANIFEST_BYTES = 256 << 20
 MAX_INDEX_BYTES = 8 << 30
 TAIL_READERS = 16
 LOCK_SECONDS = 120.0
+#: So often more is a shard's index read that arrives damaged.
+READ_AGAIN = 2
 #: So often a small file that does not parse is read, as long as it is another one each time.
 MAX_READS = 4
 
@@ -149,10 +151,17 @@ def next_number(known: Iterable[str], name: str) -> int:
 
 
 def read_shard_index(store: Store, name: str) -> ShardIndex:
-    """The index of one sealed shard, from its tail."""
+    """The index of one sealed shard, from its tail; read again where a network may have damaged it."""
     with located(shard=name):
-        tail, size = store.tail(name, TAIL_BYTES)
-        return read_index(lambda start, stop: store.read(name, start, stop), tail, size)
+        for _ in range(0 if store.local else READ_AGAIN):
+            with suppress(FormatError):
+                return _shard_index(store, name)
+        return _shard_index(store, name)
+
+
+def _shard_index(store: Store, name: str) -> ShardIndex:
+    tail, size = store.tail(name, TAIL_BYTES)
+    return read_index(lambda start, stop: store.read(name, start, stop), tail, size)
 
 
 def from_shards(

@@ -82,7 +82,7 @@ def part(data: bytes, request: bytes) -> bytes:
     """The range that a request asks for, with status 206."""
     asked = next(line for line in request.split(b"\r\n") if line.lower().startswith(b"range:"))
     first, last = asked.split(b"=")[1].split(b"-")
-    start, stop = (int(first), int(last) + 1) if first else (len(data) - int(last), len(data))
+    start, stop = (int(first), int(last) + 1) if first else (max(0, len(data) - int(last)), len(data))
     where = f"Content-Range: bytes {start}-{stop - 1}/{len(data)}"
     return ok(data[start:stop], where, status="206 Partial Content")
 

@@ -123,8 +123,8 @@ def _asked(function: Any, what: str) -> Any:
     """Call foreign code, which may raise anything; the message names the kind of failure only."""
     try:
         return function()
-    except Exception as error:
-        raise StorageError(f"{what} failed with {type(error).__name__}; {_WAYS}") from error
+    except Exception as error:  # noqa: BLE001  (a function of the user's; its texts may hold keys)
+        raise StorageError(f"{what} failed with {type(error).__name__}; {_WAYS}") from None
 
 
 def configured_region(options: Options) -> str:

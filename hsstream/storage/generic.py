@@ -20,6 +20,7 @@ import errno
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -81,13 +82,16 @@ class FsspecStore(ForkAware, Store):
         self._root, self._given = Location(root), Options(options or {})
         self._own, self._foreign = own_and_foreign(options)
         self.url = shown(root)
-        self._owner = new_owner()
+        self._owner, self._busy = new_owner(), set[_Opened]()
+        weakref.finalize(self, IDLE.drop, self._owner)
         super().__init__()
 
     def renew(self) -> None:
         """No file system yet: one used in a parent process hangs in its forked child."""
+        for opened in list(self._busy):
+            opened.hang_up()
+        self._busy = set()
         self._shared: _Opened | None = None
-        self._busy: set[_Opened] = set()
         self._guard = threading.Lock()
         self._closing = threading.Event()
 
@@ -99,10 +103,6 @@ class FsspecStore(ForkAware, Store):
         """End the waiting of retries, hang up, and forget the file system."""
         self._closing.set()
         IDLE.drop(self._owner)
-        with self._guard:
-            busy = list(self._busy)
-        for opened in busy:
-            opened.hang_up()
         self.renew()
 
     def names(self) -> list[str]:
@@ -197,7 +197,10 @@ class FsspecStore(ForkAware, Store):
 
     def _open(self) -> _Opened:
         options = {"skip_instance_cache": True, **self._foreign}
-        fs, path = fsspec.core.url_to_fs(self._root.reveal(), **options)
+        try:
+            fs, path = fsspec.core.url_to_fs(self._root.reveal(), **options)
+        except (ImportError, ValueError) as error:  # which say what to install, or which schemes there are
+            raise StorageError(f"{self.url}: {self._told(error)}") from None
         return _Opened(fs, path.rstrip("/"))
 
     def _take(self) -> _Opened:
@@ -247,8 +250,6 @@ class FsspecStore(ForkAware, Store):
         except FileNotFoundError:
             whole = True
             raise missing(where) from None
-        except (ImportError, ValueError, NotImplementedError) as error:
-            raise StorageError(f"{where}: {self._told(error)}") from None
         except (ConnectionError, TimeoutError, EOFError) as error:
             raise Transient(type(error).__name__) from None
         except Exception as error:  # noqa: BLE001  (every file system has exceptions of its own)

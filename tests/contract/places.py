@@ -66,7 +66,7 @@ def make_place(kind: str, request: pytest.FixtureRequest) -> Place:
     if kind in ("http", "login"):
         return _http(request.getfixturevalue("nginx"), kind == "login")
     if kind in ("sftp", "ftp"):
-        path = request.getfixturevalue("tmp_path") / "root"
+        path = request.getfixturevalue("tmp_path") / kind
         path.mkdir()
         port = request.getfixturevalue(kind)
         root = f"{kind}://{filers.USER}:{filers.PASSWORD}@127.0.0.1:{port}/{path.name}"

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import Answers, ok, part
+from answers import Answers, ok, part, serving
 from fuzz_answers import Fuzz
+from samples import write_root
 
+from hsstream.catalog import open_catalog
 from hsstream.errors import HsStreamError
 from hsstream.storage import Store, open_store
 
@@ -239,6 +241,26 @@ def test_closing_ends_a_slow_answer() -> None:
         store = open_store(server.url)
         threading.Thread(target=lambda: (begun.wait(30), store.close()), daemon=True).start()
         assert "closed" in refusal(lambda: store.read("a.tar", 0, 9000))
+
+
+@pytest.mark.parametrize("damaged", [1, 2, 1000])
+def test_a_shard_whose_index_arrives_damaged_is_read_again(tmp_path: Path, damaged: int) -> None:
+    right, tails = serving(write_root(tmp_path)), list[bytes]()
+
+    def answer(request: bytes) -> list[bytes]:
+        whole = bytearray(b"".join(right(request)))
+        if b"bytes=-" in request:
+            tails.append(request)
+            whole[-5000:] = bytes(5000) if len(tails) <= damaged else whole[-5000:]
+        return [bytes(whole)]
+
+    with Answers(answer) as server:
+        url = f"{server.url}/hs-000000.tar"
+        if damaged < 1000:
+            assert len(open_catalog(url, QUICK).keys) == 3
+        else:
+            assert "hs-000000.tar" in refusal(lambda: open_catalog(url, QUICK))
+        assert len(tails) == min(damaged + 1, 3)
 
 
 def test_damaged_answers(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def _work(stores: list[Store], queue: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_after_the_parent_used_the_stores(method: str, request: pytest.FixtureRequest) -> None:
-    places = [make_place(kind, request) for kind in ("disk", "http", "s3")]
+    places = [make_place(kind, request) for kind in ("disk", "http", "s3", "sftp", "ftp")]
     stores = [place.open() for place in places]
     for place, store in zip(places, stores, strict=True):
         place.give("a.tar", DATA)
@@ -159,7 +159,7 @@ def test_workers_after_the_parent_used_the_stores(method: str, request: pytest.F
     worker = context.Process(target=_work, args=(stores, queue))
     with _reading_on(stores):
         worker.start()
-        assert [queue.get(timeout=120) for _ in stores] == [True] * 3
+        assert [queue.get(timeout=120) for _ in stores] == [True] * len(stores)
     worker.join(60)
     assert worker.exitcode == 0
     queue.close()
