@@ -52,6 +52,9 @@ class HiddenStateDataset(IterableDataset[Batch]):
     Iterate it as it is (`for batch in ds`: threads of this process), or through `DataLoader(ds,
     batch_size=None, num_workers=W)`, whose workers hand batches over without copies.
 
+    Epoch and position are those of this object in this process, and of the DataLoader workers which the
+    process starts. A rank that is forked or spawned with it, and a copy, go their own way from where it was.
+
     Args:
         root: a root, a list of roots or of (root, weight), or shard URLs with `{000..099}`. Weight 0.25
             takes another quarter each epoch, 3 takes each sample three times.
@@ -241,6 +244,8 @@ class HiddenStateDataset(IterableDataset[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a state was taken, under any number of ranks, workers and threads.
 
+        Iterations begin there until a batch is taken from one of them; after that they repeat the epoch.
+
         Raises:
             ResumeError: the state belongs to other data, another seed, batching, order or version.
         """
@@ -324,7 +329,7 @@ class HiddenStateDataset(IterableDataset[Batch]):
     ) -> Iterator[Batch]:
         for batch in batches:
             batch.delivery = self._position.advance(iteration, batch.state["consumed"])
-            self._position.report(iteration, clock.snapshot().numbers())
+            self._position.report(iteration, lambda: clock.snapshot().numbers())
             yield batch
         self._position.end(iteration, count)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -262,10 +262,11 @@ class Position:
         number = mine.reader.process % MAX_WORKERS
         return self._numbers.slots[number : number + 1]
 
-    def report(self, mine: Iteration, stats: Sequence[float]) -> None:
-        """Statistics of a worker's iteration."""
+    def report(self, mine: Iteration, stats: Callable[[], Sequence[float]]) -> None:
+        """Statistics of a worker's iteration, asked for if this is one."""
         if not self._is_own():
-            self._slot(mine)["stats"][0, : len(stats)] = stats
+            numbers = stats()
+            self._slot(mine)["stats"][0, : len(numbers)] = numbers
 
     def _hand_over(self, mine: Iteration) -> None:
         """The owner will see it taken."""

@@ -33,7 +33,7 @@ def this_reader() -> Reader:
     if info is None:
         return Reader()
     # A parent numbers the processes that it makes, and a DataLoader makes its workers one after another.
-    number = getattr(multiprocessing.current_process(), "_identity", (0,))[-1]
+    number = (0, *getattr(multiprocessing.current_process(), "_identity", ()))[-1]
     return Reader(info.id, info.num_workers, number - info.id)
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from samples import exact_set, holds, write_exact
 
 import hsstream as hs
-from hsstream import dataset as dataset_module
+from hsstream import processes
 
 quick = settings(max_examples=25, deadline=None)
 
@@ -79,7 +79,7 @@ names = st.sampled_from(list(ROOTS))
 @contextmanager
 def as_worker(worker: int, workers: int) -> Iterator[None]:
     info = SimpleNamespace(id=worker, num_workers=workers, seed=1_000 + worker) if workers else None
-    with patch.object(dataset_module, "get_worker_info", lambda: info):
+    with patch.object(processes, "get_worker_info", lambda: info):
         yield
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,18 @@ def begin_elsewhere(worker: int) -> None:
 def test_workers_that_begin_at_different_places_are_refused(epochs: Epochs) -> None:
     with pytest.raises(ResumeError, match=r"began at different places, \(0, 0\) and \(5, 1\)|\(5, 1\) and"):
         list(loader(epochs, 2, worker_init_fn=begin_elsewhere))
+
+
+def test_a_thread_that_takes_what_is_ready_spends_nothing_by_that(resumed: Epochs) -> None:
+    """As torch's thread for pinned memory: then the position is spent when a worker is asked for more."""
+    taken = iter(loader(resumed, 1, collate_fn=pickle.dumps, prefetch_factor=1))
+    with ThreadPoolExecutor(1) as thread:
+        assert places([thread.submit(pickle.loads, next(taken)).result()]) == [(1, 6)]
+    assert resumed.position.begin().base == 6
+    next(taken)
+    while resumed.position.begin().base:
+        pass  # the worker was asked, and answers when it gets to it
+    del taken
 
 
 # --- workers that set it themselves, as a data set around this one does
