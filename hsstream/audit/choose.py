@@ -1,7 +1,8 @@
 """Which samples are looked at, and which of their tokens.
 
-In: a reader, how many samples and tokens. Out: `Piece`s, runs of rows of the last state with all token ids of
-their sample; masks and ids of more samples. Refused with SampleError: a data set without ids or last states.
+In: a reader, how many samples and tokens. Out: `Piece`s, runs of rows of the last state with all token ids
+of their sample; masks and ids of more samples. Refused with SampleError: a data set without ids or last
+states.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import torch
 
 from hsstream.errors import SampleError
 from hsstream.reader import ShardReader
+from hsstream.runs import reachable_runs
+from hsstream.sample import HIDDEN_STATES
 
 IDS, MASK, LAST = "input_ids", "loss_mask", "last_hidden_state"
+#: What can be compared with the model.
+STATES = (*HIDDEN_STATES, "target_topk_logits")
 #: Rows at the end of a long sample that are looked at beside those at its beginning.
 TAIL = 64
 #: Samples whose masks are looked at: ids and masks are cheap.
 MASKS = 512
+
+
+Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass
@@ -45,13 +53,15 @@ def numbers(count: int, wanted: int) -> list[int]:
 
 def check(reader: ShardReader) -> None:
     """Refuse what cannot be audited."""
-    names = reader.index.info.schema.by_name
-    missing = [name for name in (IDS, LAST) if name not in names]
-    if missing or len(reader) == 0:
-        found = ", ".join(names) if missing else "no sample"
+    info = reader.index.info
+    names = info.schema.by_name
+    if IDS not in names or not any(name in names for name in STATES) or len(reader) == 0:
+        found = ", ".join(names) if len(reader) else "no sample"
+        raise SampleError(f"an audit compares {', '.join(STATES)} with {IDS}, the data set has {found}")
+    if ((info.model.engine_flags if info.model else None) or {}).get("shifted"):
         raise SampleError(
-            f"an audit compares {LAST} with {IDS}, the data set has {found}: audit the data set before its "
-            "teacher was made sparse"
+            "the ids of this data set are shifted by one and the first of each sample is lost: the states "
+            "cannot be compared with the model's own"
         )
 
 
@@ -69,6 +79,29 @@ def pieces(reader: ShardReader, number: int, tokens: int) -> list[Piece]:
         places = torch.arange(start, stop)
         found.append(Piece(whole.key, source_of(whole.meta), ids, last, places))
     return found
+
+
+def zero_states(reader: ShardReader, number: int, tokens: int) -> tuple[str, list[str]]:
+    """(key, names of the states with rows that are all zero, among the rows that the data set has to
+    hold)."""
+    info = reader.index.info
+    names = [name for name in HIDDEN_STATES if name in info.schema.by_name]
+    part = info.last_rows != "all" and MASK in info.schema.by_name
+    sample = reader.read(number, slice(0, tokens), [*names, *([MASK] if part else [])])
+    wanted = torch.ones(sample.tokens, dtype=torch.bool)
+    if part:
+        wanted[:] = False
+        # The mask behind the rows that were read may reach more of them, never fewer.
+        for first, count in reachable_runs(sample.tensors[MASK], info.ttt_length or 0).tolist():
+            wanted[first : first + count] = True
+    found = []
+    for name in names:
+        zero = (sample.tensors[name] == 0).all(dim=-1)
+        for layer, rows in enumerate(zero.unbind(1) if zero.ndim > 1 else [zero]):
+            due = wanted if name == LAST else torch.ones_like(wanted)
+            if bool((rows & due).any()):
+                found.append(f"{name}[{layer}]" if zero.ndim > 1 else name)
+    return sample.key, found
 
 
 def stored(piece: Piece) -> Piece:
@@ -101,9 +134,9 @@ def source_of(meta: dict[str, object]) -> str:
     return name or "unknown"
 
 
-def masks(reader: ShardReader) -> Iterator[tuple[str, np.ndarray[tuple[int], np.dtype[np.int64]], list[int]]]:
-    """(key, ids, places where a supervised span begins and ends, in turn) of up to MASKS samples."""
-    for number in numbers(len(reader), MASKS):
+def masks(reader: ShardReader, most: int = MASKS) -> Iterator[tuple[str, Ids, list[int]]]:
+    """(key, ids, places where a supervised span begins and ends, in turn) of `most` samples; 0: of all."""
+    for number in numbers(len(reader), most):
         sample = reader.read(number, tensors=(IDS, MASK))
         mask = sample.tensors[MASK].numpy().astype(np.int8)
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))

@@ -31,7 +31,8 @@ class Fit:
     """One piece. tokens: rows with a next token; nats_of, right: [tokens], its cross-entropy, and whether it
     is the first choice. judged: rows whose tokens are the sample's own; gain: over these, where they stand;
     sure: the same, but for chance; shift, shifted: the best other place and what is surely gained there, 0
-    and -inf where none has enough rows."""
+    and -inf where none has enough rows; more: what is surely gained there over where they stand, on the same
+    rows."""
 
     piece: Piece
     tokens: int
@@ -42,6 +43,7 @@ class Fit:
     sure: float
     shift: int
     shifted: float
+    more: float
 
     @property
     def best(self) -> float:
@@ -59,9 +61,9 @@ def fit(lens: Lens, piece: Piece, states: torch.Tensor, pool: torch.Tensor) -> F
     logprob = own[rows, places]
     judged = _own_rows(piece)
     gains = (logprob - base[rows])[judged[rows]]
-    shift, shifted = _best_shift((own - base[:, None])[judged], piece.places[judged])
+    shift, shifted, more = _best_shift((own - base[:, None])[judged], piece.places[judged])
     right = first[rows] == piece.ids[places]
-    return Fit(piece, len(rows), -logprob, right, judged, _mean(gains), _surely(gains), shift, shifted)
+    return Fit(piece, len(rows), -logprob, right, judged, _mean(gains), _surely(gains), shift, shifted, more)
 
 
 def _own_rows(piece: Piece) -> torch.Tensor:
@@ -81,11 +83,12 @@ def _surely(gains: torch.Tensor) -> float:
     return float(gains.mean() - CAUTION * gains.std() / len(gains) ** 0.5)
 
 
-def _best_shift(gains: torch.Tensor, places: torch.Tensor) -> tuple[int, float]:
-    """(d, sure gain): where row t predicts the token at t + 1 + d best, d not 0. gains: [n, S]."""
+def _best_shift(gains: torch.Tensor, places: torch.Tensor) -> tuple[int, float, float]:
+    """(d, sure gain, what is surely gained over d = 0): where row t predicts the token at t + 1 + d best, d
+    not 0. gains: [n, S]."""
     length, best = gains.shape[1], (0, float("-inf"))
     if len(places) < FEWEST_ROWS:
-        return best
+        return *best, float("-inf")
     rows = torch.arange(len(places))
     for shift in range(-int(places[-1]), length - 1 - int(places[0])):
         wanted = places + 1 + shift
@@ -95,7 +98,10 @@ def _best_shift(gains: torch.Tensor, places: torch.Tensor) -> tuple[int, float]:
         gain = _surely(gains[rows[inside], wanted[inside]])
         if gain > best[1]:
             best = (shift, gain)
-    return best
+    wanted = places + 1 + best[0]
+    both = (wanted >= 0) & (wanted < length) & (places + 1 < length)
+    here, there = gains[rows[both], places[both] + 1], gains[rows[both], wanted[both]]
+    return *best, _surely(there - here)
 
 
 def typical(fits: Sequence[Fit]) -> float:
@@ -107,10 +113,11 @@ def typical(fits: Sequence[Fit]) -> float:
 
 
 def is_suspect(each: Fit, usual: float) -> bool:
-    """Whether a piece's states do not belong to its tokens."""
-    return (
-        each.tokens >= FEWEST_ROWS and int(each.judged.sum()) >= FEWEST_ROWS and each.gain < SUSPECT * usual
-    )
+    """Whether a piece's states do not belong to its tokens: nothing is gained, or surely more at another
+    place, where as much is gained as is usual."""
+    if each.tokens < FEWEST_ROWS or int(each.judged.sum()) < FEWEST_ROWS:
+        return False
+    return each.gain < SUSPECT * usual or (each.more > 0 and each.shifted >= EXPLAINED * usual)
 
 
 def owner(

@@ -29,7 +29,9 @@ class Lens:
     """
 
     def __init__(self, model: str | Path, device: str = "cpu") -> None:
-        self.head = load_lm_head(model).to(device)
+        head = load_lm_head(model)
+        # CPUs are slow in bfloat16.
+        self.head = head.float() if device == "cpu" else head.to(device)
         config = read_config(model)
         inner = config.get("text_config")
         self._config: dict[str, Any] = inner if isinstance(inner, dict) else config
@@ -45,12 +47,11 @@ class Lens:
         """V."""
         return int(self.head.shape[0])
 
-    def check(self, width: int) -> None:
+    def check(self, name: str, width: int) -> None:
         """Refuse states of another width."""
         if width != self.head.shape[1]:
             raise SampleError(
-                f"last_hidden_state is {width} wide, the model's head takes {self.head.shape[1]}: "
-                "another model?"
+                f"{name} is {width} wide, the model's head takes {self.head.shape[1]}: another model?"
             )
 
     def is_normed(self, states: torch.Tensor) -> bool | None:
@@ -81,8 +82,36 @@ class Lens:
         parts = [self._chunk(part, tokens) for part in torch.split(states, rows)]
         return torch.cat([found for found, _ in parts]), torch.cat([first for _, first in parts])
 
+    @torch.no_grad()
+    def next_token(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probability of token n at row n: float32 [n]; first choices: int64 [n]). states: [n, H] after
+        the norm."""
+        logits, total, first = self._at(states, tokens[:, None])
+        return logits[:, 0] - total, first
+
+    @torch.no_grad()
+    def at(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits of tokens [n, K] at rows [n, H] after the norm: [n, K]; log-sum-exp over the vocabulary:
+        [n])."""
+        logits, total, _ = self._at(states, tokens)
+        return logits, total
+
+    def _at(
+        self, states: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, parts = max(1, LOGITS_AT_ONCE // self.vocabulary), []
+        for some, wanted in zip(torch.split(states, rows), torch.split(tokens.long(), rows), strict=True):
+            logits = self._logits(some)
+            chosen = logits.gather(1, wanted.to(logits.device))
+            parts.append((chosen.cpu(), logits.logsumexp(dim=1).cpu(), logits.argmax(dim=1).cpu()))
+        found = [torch.cat(each) for each in zip(*parts, strict=True)]
+        return found[0], found[1], found[2]
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self._scaled((states.to(self.head) @ self.head.T).float())
+
     def _chunk(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._scaled((states.to(self.head) @ self.head.T).float())
+        logits = self._logits(states)
         found = logits[:, tokens.to(logits.device)] - logits.logsumexp(dim=1, keepdim=True)
         return found.cpu(), logits.argmax(dim=1).cpu()
 

@@ -11,13 +11,15 @@ from typing import Any
 #: The closed set of `Finding.kind`.
 KINDS = {
     "norm": "the last states were captured on the other side of the final norm",
-    "fit": "the states do not predict the tokens in any way that was tried",
+    "fit": "the states predict their tokens worse than the model's own",
     "shift": "the states stand one or two places beside their tokens",
     "prefix": "states of the first tokens are missing, the others stand too early",
     "request": "the states belong to other tokens",
     "zeros": "rows of states are zero",
     "mask": "the loss mask stands beside the spans that the chat template shows",
     "layer": "a stored state is the output of another layer than the data set says",
+    "size": "a stored state has another size than the model's",
+    "states": "a stored state differs from the model's by more than codec and rounding explain",
 }
 
 
@@ -52,9 +54,11 @@ class Figures:
 class Report:
     """An audit.
 
-    total, by_position, by_source: `Figures` of the audited tokens. norm: {declared, found}. layers: for each
-    stored state {name, declared, found, error}, layers counted from 0; None where the model was not run.
-    notes: what could not be checked, and why.
+    total, by_position, by_source: `Figures` of the audited tokens. norm: {declared, found}. compared:
+    {samples, tokens} that the model was run on; own: its figures on its own states of these. layers: for each
+    stored state {name, declared, found, place, error, explained, worst}: layers are counted from 0, errors
+    are relative, median and worst row; None where the model was not run. notes: what could not be checked,
+    and why.
     """
 
     root: str
@@ -64,6 +68,8 @@ class Report:
     by_position: dict[str, Figures] = field(default_factory=dict)
     by_source: dict[str, Figures] = field(default_factory=dict)
     norm: dict[str, str] = field(default_factory=dict)
+    compared: dict[str, int] = field(default_factory=lambda: {"samples": 0, "tokens": 0})
+    own: dict[str, Any] | None = None
     spans: int = 0
     layers: list[dict[str, Any]] | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -93,6 +99,8 @@ class Report:
             **self.total.to_dict(),
             **tables,
             "norm": self.norm,
+            "compared": self.compared,
+            "own": self.own,
             "spans": self.spans,
             "layers": self.layers,
             "findings": [asdict(finding) for finding in self.findings],

@@ -1,13 +1,15 @@
 """`hsstream audit ROOT --model M`: is the capture right?
 
-In: a root, and the folder of the model that it was captured from. Out: cross-entropy and first choices of the
-model's own head on the stored states, by position and by source; what is wrong, and the samples it was seen
+In: a root, and the folder of the model that it was captured from. Out: every stored state beside the
+model's own, with the error that codec and rounding explain; cross-entropy and first choices of the model's
+head on the stored states, by position and by source; what is wrong, and the states and samples it was seen
 in; exit code 1 when anything is.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from hsstream.audit import Report, Settings, audit
 from hsstream.audit.report import Figures
@@ -45,7 +47,8 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         type=_natural,
         default=defaults.run,
-        help="samples to run the model on, to find the layers of the states (default %(default)s)",
+        help="samples to run the model on and compare all states with its own; 0: none (default: up to 32, "
+        "as many as have 16,384 tokens together)",
     )
     parser.add_argument("--device", default=defaults.device, help="where to compute (default %(default)s)")
     parser.set_defaults(run=run)
@@ -69,21 +72,31 @@ def run(args: argparse.Namespace) -> int:
 
 def _screen(report: Report) -> list[str]:
     figures = report.total.to_dict()
-    lines = [
-        fact(
-            "looked at", f"{counted(report.samples, 'sample')}, {count(figures['tokens'])} predicted tokens"
-        ),
-        fact(
-            "predicts",
-            f"cross-entropy {figures['cross_entropy']:.3f} nats, first choice right "
-            f"{percent(figures['top1'], 1)}",
-        ),
-        fact("norm", f"{report.norm['found']} (the data set says {report.norm['declared']})"),
-    ]
-    lines += ["", _table("position", report.by_position), "", _table("source", report.by_source)]
+    looked = f"{counted(report.samples, 'sample')}, {count(figures['tokens'])} predicted tokens"
+    lines = [fact("looked at", looked), fact("compared", _compared(report))]
+    if figures["tokens"]:
+        lines.append(fact("predicts", _predicts(figures)))
+    if report.own is not None:
+        lines.append(fact("the model's own", f"{_predicts(report.own)}, on what was compared"))
+    if report.norm:
+        lines.append(fact("norm", f"{report.norm['found']} (the data set says {report.norm['declared']})"))
+    for name, rows in (("position", report.by_position), ("source", report.by_source)):
+        lines += ["", _table(name, rows)] if rows else []
     lines += ["", *_layers(report)] if report.layers else []
     lines += ["", *(fact("note", note) for note in report.notes)] if report.notes else []
     return [*lines, "", *_findings(report)]
+
+
+def _compared(report: Report) -> str:
+    if not report.compared["samples"]:
+        return "nothing: the model was not run"
+    samples, tokens = counted(report.compared["samples"], "sample"), count(report.compared["tokens"])
+    return f"{samples}, {tokens} tokens, with the model's own states"
+
+
+def _predicts(figures: dict[str, Any]) -> str:
+    nats, right = figures["cross_entropy"], percent(figures["top1"], 1)
+    return f"cross-entropy {nats:.3f} nats, first choice right {right}"
 
 
 def _table(name: str, rows: dict[str, Figures]) -> str:
@@ -98,10 +111,15 @@ def _table(name: str, rows: dict[str, Figures]) -> str:
 
 def _layers(report: Report) -> list[str]:
     rows = [
-        [each["name"], str(each["declared"]), str(each["found"]), percent(each["error"], 1)]
+        [
+            each["name"],
+            "unknown" if each["declared"] is None else str(each["declared"]),
+            str(each["found"]),
+            *(percent(each[name], 1) for name in ("error", "explained", "worst")),
+        ]
         for each in report.layers or ()
     ]
-    return [table(["state", "layer said", "closest", "relative error"], rows)]
+    return [table(["state", "layer said", "closest", "relative error", "explained", "worst row"], rows)]
 
 
 def _findings(report: Report) -> list[str]:

@@ -20,7 +20,8 @@ from hsstream.sample import Sample, prepare_sample
 
 #: Tokens of one sample; the time after which no further one is begun.
 SAMPLE_TOKENS, SECONDS = 2_048, 60.0
-_FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError)
+#: What loading or running a model raises.
+FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError)
 
 
 def run_model(
@@ -32,7 +33,8 @@ def run_model(
     """
     if Path(path).is_absolute() and not Path(path).is_dir():
         raise SampleError(f"{path}: no such model folder")
-    tokenizer, model = _load(path)
+    tokenizer = load_tokenizer(path)
+    model = load_model(path, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
     head = model.get_output_embeddings()
     pieces = (piece for text in texts for piece in _pieces(tokenizer, Path(text)))
     drawn = first_tokens(_samples(model, pieces, layers, time.monotonic() + seconds))
@@ -42,20 +44,53 @@ def run_model(
     return drawn, None if head is None else head.weight.detach().cpu()
 
 
-def _load(path: str) -> tuple[Any, Any]:
+def load_model(path: str, dtype: torch.dtype, device: str) -> Any:
+    """A causal language model, ready to run.
+
+    Raises:
+        SampleError: transformers is not installed, cannot load the model, or finds weights missing.
+    """
+    library, logging = _transformers()
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415  (an extra)
+        model, facts = library.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True
+        )
+    except FAILURES as error:
+        raise SampleError(f"{path}: transformers cannot load this model: {first_line(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if missing := sorted(facts["missing_keys"]):
+        raise SampleError(f"{path}: {len(missing)} weights are missing, {missing[0]} among them")
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        SampleError: transformers is not installed, or cannot load it.
+    """
+    library, _ = _transformers()
+    try:
+        return library.AutoTokenizer.from_pretrained(path)
+    except FAILURES as error:
+        raise SampleError(
+            f"{path}: transformers cannot load this model's tokenizer: {first_line(error)}"
+        ) from error
+
+
+def _transformers() -> tuple[Any, Any]:
+    try:
+        import transformers  # noqa: PLC0415  (an extra)
+        from transformers.utils import logging  # noqa: PLC0415
     except ImportError:
         raise SampleError(
             "running a model needs transformers: pip install 'hsstream[transformers]'"
         ) from None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        return tokenizer, model.to(device).eval()
-    except _FAILURES as error:
-        raise SampleError(f"{path}: transformers cannot load this model: {_first_line(error)}") from error
+    return transformers, logging
 
 
 def _pieces(tokenizer: Any, path: Path) -> Iterator[torch.Tensor]:
@@ -77,8 +112,8 @@ def _samples(
             return
         try:
             out = model.base_model(ids.to(model.device), output_hidden_states=True, use_cache=False)
-        except _FAILURES as error:
-            raise SampleError(f"the model does not run on a text: {_first_line(error)}") from error
+        except FAILURES as error:
+            raise SampleError(f"the model does not run on a text: {first_line(error)}") from error
         # hidden_states[k + 1] is the output of layer k, but for the last: the final norm has been applied
         chosen = _layers(len(out.hidden_states) - 1, layers)
         aux = torch.stack([out.hidden_states[layer + 1][0] for layer in chosen], dim=1)
@@ -103,5 +138,5 @@ def _layers(count: int, given: Sequence[int] | None) -> Sequence[int]:
     return given
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

