@@ -1,8 +1,8 @@
 """Archives for tests: made by hand, or valid ones mutated, read by us and by torch.load.
 
-`python archives.py SEED COUNT` prints how many of COUNT mutated archives both read the same, only we or only
-torch.load refuse, and both do; `differ` is what must not happen. torch.load runs in a child process: it reads
-past the end of members, and may die.
+`python archives.py SEED COUNT` prints how many of COUNT mutated archives we refuse, both read the same, and
+only we read (`laxer`); that both read and `differ` must not happen. torch.load is asked where we do not
+refuse, in a child process: it may die.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def same(ours: Any, theirs: Any) -> bool:
             return False
         if ours.stride() != theirs.stride():
             return False
-        flat = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (ours, theirs)]
-        return torch.equal(*flat)
+        return torch.equal(_bits(ours), _bits(theirs))
     if isinstance(theirs, dict):
         return (
             isinstance(ours, dict)
@@ -59,6 +58,12 @@ def same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, float) and theirs != theirs:
         return isinstance(ours, float) and ours != ours
     return type(ours) is type(theirs) and bool(ours == theirs)
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of any strides, in order."""
+    flat = torch.empty(value.numel(), dtype=value.dtype)
+    return flat.copy_(value.detach().reshape(-1)).view(torch.uint8)
 
 
 def outcome(data: bytes) -> Any:
@@ -227,10 +232,12 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     return bytes(result)
 
 
-def judge(ours: Any, theirs: Any) -> str:
-    """One word for a pair of outcomes."""
+def judge(data: bytes) -> str:
+    """One word for what we and torch.load make of an archive."""
+    ours = outcome(data)
     if isinstance(ours, SourceError):
-        return "refused" if isinstance(theirs, Exception) else "stricter"
+        return "refused"
+    theirs = _theirs(data)
     if isinstance(theirs, Exception):
         return "laxer"
     return "same" if same(ours, theirs) else "differ"
@@ -242,8 +249,7 @@ def _compare(seed: int, first: int, count: int, done: Any, counts: Any) -> None:
         done.value = number
         chance = random.Random(seed << 32 | number)
         data = mutated(chance.choice(made), chance)
-        ours = outcome(data)
-        word = judge(ours, _theirs(data))
+        word = judge(data)
         counts.send((word, number if word in ("differ", "laxer") else None))
     counts.send(None)
 
@@ -281,7 +287,7 @@ def run(seed: int, count: int) -> tuple[Counter[str], list[tuple[str, int]]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found, odd = run(int(sys.argv[1]), int(sys.argv[2]))
-    for word in ("same", "refused", "stricter", "laxer", "differ", "died"):
+    for word in ("same", "refused", "laxer", "differ", "died"):
         print(word, found[word])
     if odd:
-        print(odd[:20], file=sys.stderr)
+        print(sorted(odd)[:20], file=sys.stderr)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -84,25 +84,30 @@ class Archive:
         if isinstance(part, (list, tuple)):
             return type(part)(self.value(inner, depth + 1) for inner in part)
         try:
-            return self._tensor(part) if isinstance(part, Saved) else part
+            if isinstance(part, Saved):
+                return self._tensor(part)
+            if part is None or isinstance(part, (str, int, float)):
+                return part
+            raise UnknownError(f"a bare {type(part).__name__.lower()}")
         except SourceError:
             raise
         except _UNUSUAL as error:
             raise broken(error) from error
 
     def _tensor(self, saved: Saved) -> torch.Tensor:
-        size = saved.numel * saved.dtype.itemsize
-        claimed = saved.dtype.itemsize
+        dtype, member = saved.storage.dtype, saved.storage.member
+        size = saved.storage.numel * dtype.itemsize
+        claimed = dtype.itemsize
         for axis in saved.shape:
             claimed *= axis
         if claimed > max(size, SPREAD_BYTES):
             raise SourceError(f"a tensor claims {claimed} bytes, the file holds {size} for it")
-        if saved.member not in self._storages:
-            self._storages[saved.member] = self._bytes(saved.member)
-        data = self._storages[saved.member]
+        if member not in self._storages:
+            self._storages[member] = self._bytes(member)
+        data = self._storages[member]
         if len(data) != size:
-            raise UnusualError(f"{saved.member} holds {len(data)} bytes, its tensor needs {size}")
-        flat = torch.frombuffer(data, dtype=saved.dtype) if size else torch.empty(0, dtype=saved.dtype)
+            raise UnusualError(f"{member} holds {len(data)} bytes, its tensor needs {size}")
+        flat = torch.frombuffer(data, dtype=dtype) if size else torch.empty(0, dtype=dtype)
         # as_strided refuses what reaches past these values.
         return flat.as_strided(saved.shape, saved.strides, saved.offset)
 
@@ -140,15 +145,22 @@ class UnknownError(UnusualError):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A tensor as the pickle describes it: the arguments of as_strided on the values of one member."""
+class Storage:
+    """The values of one member as the pickle describes them."""
 
     dtype: torch.dtype
     member: str
     numel: int
-    shape: tuple[int, ...] = ()
-    strides: tuple[int, ...] = ()
-    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor as the pickle describes it: the arguments of as_strided on the values of a storage."""
+
+    storage: Storage
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
 
 
 @lru_cache(_KEPT)
@@ -249,7 +261,7 @@ class _Pickle:
             raise UnusualError("a storage is described otherwise")
         if type(numel) is not int or numel < 0 or type(name) is not str:
             raise UnusualError("a storage is described otherwise")
-        self.stack.append(Saved(dtype, f"data/{name}", numel))
+        self.stack.append(Storage(dtype, f"data/{name}", numel))
 
     def call(self) -> None:
         """Only what builds a tensor or an ordered dict; a parameter is its tensor."""
@@ -270,13 +282,14 @@ class _Pickle:
 
 
 def _rebuilt(
-    saved: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None
 ) -> Saved:
     if type(grad) is not bool or hooks != {} or metadata:
         raise UnknownError("a tensor with hooks or a lazy sign")
-    if not isinstance(saved, Saved) or not all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
+    numbers = (offset, *shape, *strides)
+    if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in numbers):
         raise UnusualError("a tensor is described otherwise")
-    return replace(saved, shape=shape, strides=strides, offset=offset)
+    return Saved(storage, shape, strides, offset)
 
 
 def _dict(target: Any) -> dict[Any, Any]:

@@ -198,7 +198,7 @@ class Source(ABC):
     def _head(self, record: Record, file: SourceFile) -> Head:  # noqa: ARG002
         ids = tensor(record, self.ids, 1, batch=True)
         mask = mask_or_refuse(record, len(ids), self.options.all_supervised, self.unmasked)
-        attention = tensor(record, ATTENTION, 1, batch=True) if ATTENTION in record else None
+        attention = tensor(record, ATTENTION, 1, batch=True) if record.get(ATTENTION) is not None else None
         if attention is not None or not self.unmarked_padding:
             return Head(ids, mask, attention, len(ids))
         return Head(ids, mask, None, real_tokens(ids, mask, self.options.ttt_length, self.options.pad_id))
@@ -215,10 +215,9 @@ class Source(ABC):
         """Whether something that no format knows can go along as metadata: text and numbers."""
         if name in self.options.drop or not isinstance(name, str) or name in RESERVED_META:
             return False
-        value = record.plain(name)
-        if value is None or name in loaded.meta:
+        if not record.is_plain(name) or name in loaded.meta:
             return False
-        loaded.meta[name] = value
+        loaded.meta[name] = record[name]
         return True
 
     def facts(self) -> dict[str, Any]:

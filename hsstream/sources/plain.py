@@ -43,7 +43,7 @@ class Plain(Source):
 
     def _head(self, record: Record, file: SourceFile) -> Head:  # noqa: ARG002
         ids = tensor(record, self.ids, 1, batch=True)
-        attention = tensor(record, ATTENTION, 1, batch=True) if ATTENTION in record else None
+        attention = tensor(record, ATTENTION, 1, batch=True) if record.get(ATTENTION) is not None else None
         return Head(ids, ids, attention, len(ids))
 
     def _loaded(self, record: Record, file: SourceFile) -> Loaded:  # noqa: ARG002

@@ -23,12 +23,12 @@ class Record(Mapping[Any, Any]):
         self,
         names: Collection[Any],
         read: Callable[[Any], Any],
-        plain: Mapping[Any, Any] | None = None,
+        plain: Collection[Any] = (),
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """plain: values that are text or numbers, known without reading. metadata: texts of the file."""
+        """plain: names of values that are text, numbers or nothing. metadata: texts of the file."""
         self._stored = {name: name for name in names}
-        self._read, self._plain = read, plain or {}
+        self._read, self._plain = read, plain
         self.metadata = metadata or {}
         self._values: dict[Any, Any] = {}
         self._aside: list[Any] = []
@@ -51,9 +51,9 @@ class Record(Mapping[Any, Any]):
         """The names that were not asked for, and those set aside."""
         return [*(name for name in self._stored if name not in self._values), *self._aside]
 
-    def plain(self, name: Any) -> Any:
-        """A value that is text or a number; None for any other."""
-        return self._plain.get(self._stored.get(name))
+    def is_plain(self, name: Any) -> bool:
+        """Whether a value is text, a number or nothing."""
+        return self._stored.get(name) in self._plain
 
     def set_aside(self, names: Collection[str]) -> None:
         """Go on as if these were not there."""

@@ -124,7 +124,7 @@ def _last(values: torch.Tensor, blank: int) -> int:
 
 def mask_or_refuse(record: Mapping[str, Any], tokens: int, all_supervised: bool, why: str) -> torch.Tensor:
     """The stored loss mask [S], or all ones where the caller allows that."""
-    if "loss_mask" in record and record["loss_mask"] is not None:
+    if record.get("loss_mask") is not None:
         return tensor(record, "loss_mask", 1, batch=True)
     if all_supervised:
         return torch.ones(tokens, dtype=torch.uint8)

@@ -53,7 +53,7 @@ def opened_dict(path: Path) -> Iterator[Record]:
             raw = ": a raw TensorRT-LLM dump must go through Model-Optimizer's own conversion first"
             what = f"{type(saved).__name__}{raw if isinstance(saved, list) else ''}"
             raise SourceError(f"expected a dict of tensors, found a {what}")
-        plain = {name: value for name, value in saved.items() if isinstance(value, (str, int, float))}
+        plain = {n for n, value in saved.items() if value is None or isinstance(value, (str, int, float))}
         yield Record(saved, lambda name: archive.value(saved[name]) if archive else saved[name], plain)
 
 

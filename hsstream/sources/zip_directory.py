@@ -19,7 +19,7 @@ _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 MAX_ENTRIES, MAX_DIRECTORY = 1 << 16, 16 << 20
 _STORED, _DEFLATED = 0, 8
-_ENCRYPTED, _SIZES_BEHIND = 1, 8
+_ENCRYPTED, _SIZES_BEHIND, _IS_DIRECTORY = 1, 8, 0x10
 _FULL16, _FULL32, _ZIP64 = 0xFFFF, 0xFFFFFFFF, 1
 
 
@@ -117,7 +117,13 @@ def _entry(content: Content, directory: bytes, offset: int) -> tuple[str, int, M
         or not agree
     ):
         raise UnusualError("a member's header contradicts the directory")
-    if flags & _ENCRYPTED or method not in (_STORED, _DEFLATED) or (method == _STORED and packed != size):
+    # Of a directory torch.load makes memory that nobody filled.
+    if (
+        entry[15] & _IS_DIRECTORY
+        or flags & _ENCRYPTED
+        or method not in (_STORED, _DEFLATED)
+        or (method == _STORED and packed != size)
+    ):
         raise UnusualError("a member is neither stored nor deflated")
     start = local + _LOCAL.size + length + head[10]
     if start + packed > content.size:

@@ -94,6 +94,12 @@ def test_what_is_no_tensor_text_or_number_is_named(value: Any, name: str) -> Non
         read(saved(value))
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_a_storage_is_no_tensor() -> None:
+    with pytest.raises(SourceError, match="a bare storage"):
+        read(saved({"a": [torch.ones(3).storage()]}))
+
+
 def changed(data: bytes, name: str, new: bytes | None, method: int = zipfile.ZIP_STORED) -> bytes:
     """The archive with one member's content (None: kept) or its compression replaced."""
     result = io.BytesIO()
@@ -141,6 +147,7 @@ LOCAL, ENTRY = b"PK\x03\x04", b"PK\x01\x02"
         ("method", "contradicts the directory"),
         ("length", "contradicts the directory"),
         ("encrypted", "neither stored nor deflated"),
+        ("directory", "neither stored nor deflated"),
         ("size", "neither stored nor deflated|overlap|reaches behind"),
         ("overlap", "overlap|contradicts"),
         ("twice", "twice"),
@@ -162,6 +169,8 @@ def test_directories_that_lie_are_refused(change: str, text: str) -> None:
     elif change == "encrypted":
         data[entry + 8] |= 1
         data[local + 6] |= 1
+    elif change == "directory":
+        data[entry + 38] |= 0x10
     elif change == "size":
         data[entry + 20 : entry + 24] = struct.pack("<L", 1 << 20)
     elif change == "overlap":

@@ -75,11 +75,11 @@ def test_what_is_dropped_is_counted_without_deletion_too(
 
 
 def test_text_and_numbers_go_along_as_metadata(tmp_path: Path) -> None:
-    one_file(tmp_path, plus(topic="tests", score=0.5, source="elsewhere"))
+    one_file(tmp_path, plus(topic="tests", score=0.5, source="elsewhere", attention_mask=None, x=None))
     report = pack(job(tmp_path))
     assert report.dropped == {"source": 1}
     assert next(iter(hs.ShardReader(tmp_path / "out"))).meta == {
-        "topic": "tests", "score": 0.5, "source": "data_0.ckpt"
+        "topic": "tests", "score": 0.5, "x": None, "source": "data_0.ckpt"
     }  # fmt: skip
 
 
