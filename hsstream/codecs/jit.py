@@ -4,17 +4,21 @@ In: scalars and rows inside numba code (`load`, `store`, `rounded`), or a functi
 arguments (`compiled`). Out: their numba forms. Refused: nothing; a cache directory that cannot be written
 is done without. The door to numba: only `kernels` and `encoders` import this module.
 
-numba's cache notices a change of the file a kernel is in, not of this one: delete `__pycache__` after
-editing it.
+numba's cache notices a change of the file a kernel is in, and of no other. So kernels are cached under names
+that carry a digest of all sources they are made of: another release at the same place has kernels of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import cache, wraps
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import llvmlite
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit as njit
@@ -241,10 +245,25 @@ def once(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[...,
     return wanted
 
 
+@cache
+def _sources() -> str:
+    """Digest of everything that kernels are made of: the sources, numba and llvmlite.
+
+    Raises OSError where there are no source files, as in an archive.
+    """
+    folder = Path(__file__).parent
+    found = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for path in [*sorted(folder.glob("*.py")), folder.parent / "memory.py"]:
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """`function` compiled for a signature or a list of them, from numba's cache where one can be written."""
     kernel: Callable[..., Any]
     try:
+        # numba names the files of its cache after it, and keeps processors and versions of Python apart.
+        function.__qualname__ = f"{function.__name__}_{_sources()}"
         kernel = njit(signature, nogil=True, cache=True, error_model="numpy")(function)
     except (RuntimeError, OSError):
         # numba finds no place for its cache (RuntimeError) or cannot write there (OSError)
