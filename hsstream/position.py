@@ -136,6 +136,8 @@ class Position:
     def prepare(self) -> Start:
         """What a process or copy that is being made begins with."""
         self._start = self._next()
+        if self._is_own():
+            self._round = 0  # of the workers to come
         return self._start
 
     def __reduce__(self) -> tuple[Any, ...]:
