@@ -34,7 +34,11 @@ def part_of_open_files(part: int, most: int) -> int:
 
 
 class Held(ForkAware, Generic[T]):
-    """Up to `limit` things, closed by `close` when they go; for many threads."""
+    """Up to `limit` things, closed by `close` when they go; for many threads.
+
+    An owner that is garbage is dropped wherever the collector meets it, perhaps inside these methods in the
+    same thread: so the lock may be taken again, and nothing here trusts a key to stay.
+    """
 
     def __init__(self, limit: int, close: Callable[[T], None]) -> None:
         self._limit, self._close = limit, close
@@ -43,41 +47,41 @@ class Held(ForkAware, Generic[T]):
 
     def renew(self) -> None:
         """Hold nothing: what a forked child inherited is closed there only."""
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._close_all(self._things.values())
         self._things = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._things)
 
     def get(self, key: Key) -> T | None:
         """The thing of a key, which others may get as well."""
         with self._guard:
-            thing = self._things.get(key)
+            thing = self._things.pop(key, None)
             if thing is not None:
-                self._things.move_to_end(key)
+                self._things[key] = thing
             return thing
 
     def put(self, key: Key, thing: T) -> None:
         """Hold a thing in the place of the one that is unused for the longest."""
         with self._guard:
-            gone = [self._things.pop(key)] if key in self._things else []
+            gone = [self._things.pop(key, None)]
             self._things[key] = thing
-            gone += [self._things.popitem(last=False)[1] for _ in range(len(self._things) - self._limit)]
+            while len(self._things) > self._limit:
+                gone.append(self._things.popitem(last=False)[1])
         self._close_all(gone)
 
     def take(self, *first: object) -> T | None:
         """The thing last used whose key begins so, for the caller alone."""
         with self._guard:
-            found = next((key for key in reversed(self._things) if key[: len(first)] == first), None)
-            return None if found is None else self._things.pop(found)
+            keys = reversed(list(self._things))
+            found = next((key for key in keys if key[: len(first)] == first), None)
+            return None if found is None else self._things.pop(found, None)
 
     def drop(self, owner: object) -> None:
         """Close everything that an owner held."""
         with self._guard:
-            gone = [self._things.pop(key) for key in list(self._things) if key[0] == owner]
+            gone = [self._things.pop(key, None) for key in list(self._things) if key[0] == owner]
         self._close_all(gone)
 
-    def _close_all(self, things: Iterable[T]) -> None:
+    def _close_all(self, things: Iterable[T | None]) -> None:
         for thing in things:
-            self._close(thing)
+            if thing is not None:
+                self._close(thing)

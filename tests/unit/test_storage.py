@@ -443,3 +443,26 @@ def test_split_urls(url: str, root: str, names: list[str]) -> None:
 def test_split_urls_refuses(url: str) -> None:
     with pytest.raises(StorageError):
         split_urls(url)
+
+
+def test_what_is_held_open_has_one_limit_and_goes_in_its_turn() -> None:
+    closed: list[str] = []
+    held: Held[str] = Held(3, closed.append)
+    for key in ((1, "a"), (2, "b"), (1, "c")):
+        held.put(key, f"{key}")
+    assert held.get((1, "a")) == "(1, 'a')"
+    held.put((2, "d"), "d")
+    assert closed == ["(2, 'b')"]
+    assert (held.take(1), held.take(1), held.take(1)) == ("(1, 'a')", "(1, 'c')", None)
+    held.drop(2)
+    assert closed == ["(2, 'b')", "d"]
+
+
+def test_an_owner_may_be_collected_in_the_middle_of_a_call() -> None:
+    """The collector runs wherever memory is taken, also while the same thread holds the lock."""
+    held: Held[str] = Held(3, lambda _: held.drop(1))
+    for number in range(20):
+        held.put((number % 2, number), "x")
+        with held._guard:
+            held.drop(0)
+    assert held.take(1) is not None
