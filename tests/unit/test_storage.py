@@ -19,6 +19,7 @@ import pytest
 from hsstream.errors import StorageError, StorageFullError, TruncatedShardError
 from hsstream.storage import local as local_module
 from hsstream.storage import open_store, split_urls
+from hsstream.storage.held import Held
 from hsstream.storage.local import LocalStore
 from hsstream.storage.posix import TempFile, typed
 
