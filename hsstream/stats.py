@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 from typing import Any
 
@@ -57,7 +57,7 @@ class StreamStats:
 
     def numbers(self) -> tuple[float, ...]:
         """The values of all fields but `workers`, in their sequence."""
-        return astuple(self)[:-1]
+        return tuple(vars(self).values())[:-1]
 
     @property
     def verdict(self) -> str:
