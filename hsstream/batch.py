@@ -159,7 +159,7 @@ def choose_columns(
 ) -> list[Column]:
     """What to deliver of a data set's tensors; SampleError naming an unknown tensor, layer or dtype."""
     if dtype not in DTYPES_OF_STATES:
-        raise SampleError(f"dtype must be bfloat16, float16, float32 or float64 of torch, got {dtype!r}")
+        raise SampleError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
     specs = schema.choose(tensors)
     if taken := [spec.name for spec in specs if spec.name in BATCH_NAMES]:
         raise SampleError(f"batches add their own {', '.join(taken)}: leave the stored one out by tensors=")

@@ -1,14 +1,15 @@
-"""Batches from a DataLoader worker to the process that trains, in memory that both see.
+"""Tensors from a DataLoader worker to the process that trains, in memory that both see.
 
-In: batches of a worker, whose large tensors lie in a `SharedPool`. Out: the same batches in the process that
-takes them, over the same memory. torch copies every tensor into a fresh shared file, whose pages cost more
-than decoding; here nothing is copied, and memory is lent again when the other process lets go of it. What is
-small is copied, by way of the first slab of the batch: the pipe of a queue takes 64 KB at a time. What is
-large and lies elsewhere is left to torch. Refused: a batch whose worker ended before it was taken
-(StorageError).
+In: whatever a worker hands over: a `Batch`, the output of an adapter or of a user's transform, with tensors
+anywhere in it. Out: the same in the process that takes it. Tensors over a slab of a `SharedPool`, or views
+of them, travel as handles without a copy; others are copied into slabs of their own, small ones go with the
+message. A slab is recycled when the other process has released all handles of it. torch would copy every
+tensor into a fresh file in /dev/shm, whose pages cost more than decoding, and of which a container has 64 MB.
+Refused: a handle whose worker ended before it was taken (StorageError). Left to torch: tensors of a device,
+sparse or quantised ones, subclasses, those with a gradient.
 
 A slab is an anonymous file (memfd) without a name that could be left over, and not counted against /dev/shm.
-The other process opens it through /proc while the worker, which keeps it until it is let go of, lives.
+The other process opens it through /proc while the worker, which keeps it until it is released, lives.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -26,44 +28,35 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.multiprocessing.reductions import reduce_tensor
 
-from hsstream.batch import Batch, Quantized
+from hsstream.batch import Batch
 from hsstream.errors import StorageError
-from hsstream.memory import SMALLEST, Slab, SlabPool
+from hsstream.memory import Slab, SlabPool
 
-#: In front of the bytes of a slab: a byte that is set while another process refers to them, and behind the
-#: page of that, room for small tensors. What is not written takes no memory.
-FRONT = mmap.PAGESIZE + (1 << 20)
-
-
-@dataclass(frozen=True)
-class _Front:
-    """The bytes in front of a slab, seen from either side."""
-
-    data: NDArray[np.uint8]
-
-    @property
-    def flag(self) -> NDArray[np.uint8]:
-        """Its one byte."""
-        return self.data[:1]
-
-    @property
-    def room(self) -> NDArray[np.uint8]:
-        """Small tensors, one after another."""
-        return self.data[mmap.PAGESIZE :]
+#: In front of the bytes of a slab: a byte for each of its handles, set until that is released.
+FRONT = mmap.PAGESIZE
+#: Smaller tensors go with the message: the pipe of a queue takes 64 KB at a time.
+SMALL = 1 << 14
+#: Idle slabs for copies are kept up to here.
+COPIES_BYTES = 256 << 20
 
 
 @dataclass
 class _Shared:
-    """What a worker knows of a slab. sent: since it was lent last."""
+    """What a worker knows of a slab. sent: handles since it was lent last."""
 
     descriptor: int
-    front: _Front
-    sent: bool = False
+    flags: NDArray[np.uint8]
+    sent: int = 0
 
 
 class SharedPool(SlabPool):
-    """A pool for the tensors of a worker's batches."""
+    """A pool for tensors of a worker. From the first one on, this process hands over all tensors by slabs."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        ForkingPickler.register(torch.Tensor, _reduced)
 
     def _new(self, size: int) -> Slab:
         descriptor = os.memfd_create("hsstream", os.MFD_CLOEXEC)
@@ -74,19 +67,20 @@ class SharedPool(SlabPool):
             os.close(descriptor)
             raise
         slab = whole[FRONT:]
-        _slabs[slab.ctypes.data] = _Shared(descriptor, _Front(whole[:FRONT]))
+        _slabs[slab.ctypes.data] = _Shared(descriptor, whole[:FRONT])
         weakref.finalize(slab, _forget, slab.ctypes.data).atexit = False
         return slab
 
     def _is_free(self, slab: Slab) -> bool:
-        return not _slabs[slab.ctypes.data].front.flag[0]
+        return not _slabs[slab.ctypes.data].flags.any()
 
     def _lend(self, slab: Slab) -> None:
-        _slabs[slab.ctypes.data].sent = False
+        _slabs[slab.ctypes.data].sent = 0
 
 
 #: The slabs of this process by the address of their bytes.
 _slabs: dict[int, _Shared] = {}
+_sending = threading.Lock()
 
 
 def _forget(address: int) -> None:
@@ -103,125 +97,133 @@ def is_supported() -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    """Where another process finds a tensor. inode: so that it is not another file under that number."""
-
-    process: int
-    descriptor: int
-    inode: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def taken(self) -> tuple[torch.Tensor, _Front]:
-        """The tensor, and what is in front of its slab; StorageError where the worker is gone."""
-        try:
-            whole = self._mapped()
-        except OSError as error:
-            text = f"a batch of worker process {self.process} cannot be taken, has it ended? {error}"
-            raise StorageError(text) from None
-        view, front = whole[FRONT:], _Front(whole[:FRONT])
-        weakref.finalize(view, _release, front).atexit = False
-        return torch.from_numpy(view).view(self.dtype).view(self.shape), front
-
-    def _mapped(self) -> NDArray[np.uint8]:
-        descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_ino != self.inode:
-                raise OSError("another file has its place")
-            return np.frombuffer(mmap.mmap(descriptor, FRONT + self.nbytes), np.uint8)
-        finally:
-            os.close(descriptor)
-
-
-def _release(front: _Front) -> None:
-    front.flag[0] = 0
+# -- sending -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """A small tensor. data: its bytes, or where they begin in the room of the first slab of the batch."""
+class _Layout:
+    """A tensor in flat memory: offset and strides in values."""
 
-    data: bytes | int
-    nbytes: int
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
 
-    def taken(self, fronts: list[_Front]) -> torch.Tensor:
-        """The tensor, in memory of its own."""
-        if isinstance(self.data, int):
-            copied = fronts[0].room[self.data : self.data + self.nbytes].copy()
-        else:
-            copied = np.frombuffer(bytearray(self.data), np.uint8)
-        return torch.from_numpy(copied).view(self.dtype).view(self.shape)
+    @property
+    def nbytes(self) -> int:
+        """From the first byte of the memory to the last of the tensor."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
 
-
-_sending = threading.Lock()
-
-
-class _Parcel:
-    """What a batch is packed into: the slabs of its large tensors, the bytes used in front of the first."""
-
-    def __init__(self) -> None:
-        self.slabs: list[_Shared] = []
-        self._used = 0
-
-    def large(self, value: Any) -> Any:
-        """A ticket for a tensor over a slab; anything else as it is."""
-        if not _is_plain(value):
-            return value
-        shared = _slabs.get(value.data_ptr())
-        with _sending:
-            if shared is None or shared.sent:
-                return value
-            shared.sent, shared.front.flag[0] = True, 1
-        self.slabs.append(shared)
-        inode = os.fstat(shared.descriptor).st_ino
-        place = (os.getpid(), shared.descriptor, inode, value.nbytes)
-        return _Ticket(*place, tuple(value.shape), value.dtype)
-
-    def small(self, value: Any) -> Any:
-        """A copy of a small tensor; anything else as it is."""
-        if not _is_plain(value) or not 0 < value.nbytes < SMALLEST:
-            return value
-        data = value.detach().reshape(-1).view(torch.uint8).numpy()
-        start, stop = self._used, self._used + len(data)
-        if not self.slabs or stop > len(self.slabs[0].front.room):
-            return _Copy(data.tobytes(), len(data), tuple(value.shape), value.dtype)
-        self.slabs[0].front.room[start:stop] = data
-        self._used = stop
-        return _Copy(start, len(data), tuple(value.shape), value.dtype)
+    def tensor(self, memory: NDArray[np.uint8]) -> torch.Tensor:
+        """It, over `nbytes` of writable memory, which it keeps alive."""
+        return torch.from_numpy(memory).view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_contiguous()
+_Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def _each(items: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Items with `change` applied to each, and to each part of what is left as codes."""
-    return {n: v.map(change) if isinstance(v, Quantized) else change(v) for n, v in items.items()}
+def _reduced(tensor: torch.Tensor) -> _Reduced:
+    """How ForkingPickler sends a tensor."""
+    if not _is_plain(tensor):
+        return reduce_tensor(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    shared = _slabs.get(tensor.untyped_storage().data_ptr())
+    if shared is not None and (handle := _handle(shared, layout)):
+        return handle
+    if tensor.nbytes < SMALL:
+        return _small, (_bytes(tensor), tensor.dtype, layout.shape)
+    try:
+        return _copied(tensor, layout)
+    except OSError:  # no more memory or descriptors of this kind
+        return reduce_tensor(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _sent(batch: Batch) -> tuple[Any, ...]:
-    parcel = _Parcel()
-    return _received, (_each(_each(batch, parcel.large), parcel.small), batch.__dict__)
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is memory of this host and nothing else."""
+    strange = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
+    return (
+        tensor.device.type == "cpu" and tensor.layout is torch.strided and not strange and tensor.numel() > 0
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _handle(shared: _Shared, layout: _Layout) -> _Reduced | None:
+    """A handle of a tensor in a slab, None where it has as many as it may have."""
+    with _sending:
+        slot = shared.sent
+        if slot == FRONT:
+            return None
+        shared.sent, shared.flags[slot] = slot + 1, 1
+    inode = os.fstat(shared.descriptor).st_ino
+    return _taken, (os.getpid(), shared.descriptor, inode, slot, layout)
+
+
+@cache
+def _copies() -> SharedPool:
+    return SharedPool(COPIES_BYTES)
+
+
+def _copied(tensor: torch.Tensor, layout: _Layout) -> _Reduced:
+    """A handle of a copy. The memory of a tensor that is dense but for the order of its axes, or that has
+    values more than once, is copied as it is."""
+    span = _Layout(layout.dtype, layout.shape, layout.strides)
+    if span.nbytes <= tensor.nbytes:
+        values = tensor.as_strided((span.nbytes // tensor.itemsize,), (1,), layout.offset)
+    else:
+        values = tensor.contiguous()
+        span = _Layout(layout.dtype, layout.shape, values.stride())
+    memory = _copies().lent(span.nbytes)
+    torch.from_numpy(memory).view(tensor.dtype).copy_(values.view(-1))
+    handle = _handle(_slabs[memory.ctypes.data], span)
+    if handle is None:
+        raise OSError("a slab that was just lent has no room for a handle")
+    return handle
+
+
+# -- receiving ---------------------------------------------------------------------------------
+
+
+def _small(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).view(shape)
+
+
+def _taken(process: int, descriptor: int, inode: int, slot: int, layout: _Layout) -> torch.Tensor:
+    """The tensor of a handle; StorageError where the worker is gone. inode: no other file has its place."""
+    try:
+        whole = _mapped(f"/proc/{process}/fd/{descriptor}", inode, FRONT + layout.nbytes)
+    except OSError as error:
+        text = f"a batch of worker process {process} cannot be taken, has it ended? {error}"
+        raise StorageError(text) from None
+    memory = whole[FRONT:]
+    weakref.finalize(memory, _release, whole[slot : slot + 1]).atexit = False
+    return layout.tensor(memory)
+
+
+def _mapped(path: str, inode: int, nbytes: int) -> NDArray[np.uint8]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_ino != inode:
+            raise OSError("another file has its place")
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _release(flag: NDArray[np.uint8]) -> None:
+    flag[0] = 0
+
+
+def _sent(batch: Batch) -> _Reduced:
+    return _received, (dict(batch), batch.__dict__)
 
 
 def _received(items: dict[str, Any], attributes: dict[str, Any]) -> Batch:
-    fronts: list[_Front] = []
-
-    def large(value: Any) -> Any:
-        if not isinstance(value, _Ticket):
-            return value
-        tensor, front = value.taken()
-        fronts.append(front)
-        return tensor
-
-    def small(value: Any) -> Any:
-        return value.taken(fronts) if isinstance(value, _Copy) else value
-
-    batch = Batch(_each(_each(items, large), small))
+    """A worker's batch in the process that takes it."""
+    batch = Batch(items)
     batch.__dict__.update(attributes)
     return batch
 

@@ -44,12 +44,16 @@ class SlabPool:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST:
             return torch.empty(tuple(shape), dtype=dtype)
+        return torch.from_numpy(self.lent(nbytes)).view(dtype).view(tuple(shape))
+
+    def lent(self, nbytes: int) -> Slab:
+        """The first bytes of a slab, until the last reference to them is gone."""
         with self._lock:
             slab = self._take(nbytes)
             self._lend(slab)
         view = slab[:nbytes]
         weakref.finalize(view, self._returned.append, slab).atexit = False
-        return torch.from_numpy(view).view(dtype).view(tuple(shape))
+        return view
 
     def _collect(self) -> None:
         while self._returned:
