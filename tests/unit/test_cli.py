@@ -399,7 +399,7 @@ def test_wrong_calls_are_one_line(call: Call, words: list[str], message: str) ->
         ("recode", ["--prefix", "x" * 56], "is not allowed: 1 to 56"),
         ("recode", ["--codec", "fp8,last=raw"], "expected a codec, or aux=CODEC"),
         ("recode", ["--codec", "aux="], "expected a codec, or aux=CODEC"),
-        ("recode", ["--codec", "foo=raw"], "no tensor foo in"),
+        ("recode", ["--codec", "foo=raw"], "no such tensors: foo"),
         ("export", ["--to", "dance"], "invalid choice: 'dance'"),
     ],
 )

@@ -470,7 +470,7 @@ def test_no_epoch_is_read_to_find_a_key(root: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int64, None])
 def test_states_are_delivered_in_floating_point(root: Path, dtype: Any) -> None:
-    with pytest.raises(hs.SampleError, match=r"dtype, of delivered .* is a floating-point torch\.dtype"):
+    with pytest.raises(hs.SampleError, match="dtype must be torch"):
         load(root, dtype=dtype)
 
 

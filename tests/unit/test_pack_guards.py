@@ -219,6 +219,7 @@ def test_a_name_close_to_a_known_one_is_asked_about(tmp_path: Path) -> None:
     assert main([*words, "--rename", "x"]) == 2
 
 
+@pytest.mark.filterwarnings("ignore:'hidden_states' is stored as a tensor of its own")
 @pytest.mark.parametrize("batched", [True, False])
 def test_aux_hidden_states_beside_hidden_states_do_not_lose_the_teacher(
     batched: bool, tmp_path: Path

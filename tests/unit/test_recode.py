@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from hsstream.sources.base import Options
 LAST = "last_hidden_state"
 NORM_WEIGHT = torch.linspace(-1, 2, 64).bfloat16()
 CODECS = ["fp8", "planes", "raw", "bounded:0.02", "bounded:0.25"]
+from hsstream.storage import open_store
 
 
 def job(tmp_path: Path, *roots: str, **settings: Any) -> Recode:
@@ -229,10 +231,11 @@ def test_damage_is_found_and_not_copied(tmp_path: Path) -> None:
 def test_blocks_are_taken_over_only_where_they_are_what_is_wanted(tmp_path: Path) -> None:
     write_root(tmp_path / "a", (20,), codec="fp8")
     reader = hs.ShardReader(tmp_path / "a")
-    header = reader._header("hs-000000.tar", 0)
+    read = partial(open_store(tmp_path / "a").read, "hs-000000.tar")
+    header = reader._header(read, 0)
     ready: dict[str, PlainTensor] = {}
     for name, tensor in header.tensors.items():
-        ready[name] = plain_from_stored(tensor, reader._payloads("hs-000000.tar", 0, tensor))
+        ready[name] = plain_from_stored(tensor, reader._payloads(read, 0, tensor))
     made = tensors(20)
     junk = made | {
         name: torch.full_like(made[name], 3.0) for name in ("aux_hidden_states", "last_hidden_state")

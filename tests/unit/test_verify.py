@@ -544,7 +544,7 @@ def test_committing_repairs_a_damaged_index(root: Path) -> None:
 def test_a_consolidated_index_that_lies(root: Path) -> None:
     store = open_store(root)
     index = open_dataset(store)
-    index.table.numbers["supervised"][4] += 1
+    index.table.numbers["supervised"][4] -= 1
     commit(store, index)
     report = check(root)
     assert places(report) == [("manifest_mismatch", index.name, "e", None)]

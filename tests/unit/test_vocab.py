@@ -284,6 +284,6 @@ def test_nothing_supervised_is_said_by_counts(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_file_that_can_be_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "draft.ckpt").write_bytes(b"junk")
+    (tmp_path / "draft.txt").write_bytes(b"junk")
     with pytest.raises(SampleError, match="a checkpoint is a folder or a"):
-        find_map(tmp_path / "draft.ckpt", V)
+        find_map(tmp_path / "draft.txt", V)
