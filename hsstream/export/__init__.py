@@ -7,6 +7,7 @@ final norm, rows that were never stored; with StorageError: a place that cannot 
 
 ============== ======================================================================================
 specforge      `rows_0-2000/data_N.ckpt` for EAGLE-3, DFlash or DSpark, by the tensors there are
+modelopt       `KEY.pt`, NVIDIA Model-Optimizer's dumps, with the side of the norm written into each
 speculators    `hidden_states/hs_N.safetensors` and the Arrow data set with their masks in `arrow/`
 safetensors    `KEY.safetensors` with canonical names, metadata and model facts
 ============== ======================================================================================

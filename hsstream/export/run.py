@@ -1,4 +1,4 @@
-"""The run: samples side by side, then what belongs beside them.
+"""The run: files side by side, then what belongs beside them.
 
 In: a root, a directory, a format. Out: files, and an `ExportReport`. Refused: what the format refuses before
 anything is written.
@@ -67,15 +67,16 @@ def export(
     layout = FORMATS[to](reader, folder, norm)
     layout.check()
     layout.begin(overwrite)
-    sizes = reader.index.table.sizes.sum(axis=1).tolist()
-    total = sum(sizes)
+    sizes = reader.index.table.sizes.sum(axis=1)
+    files = [(numbers, int(sizes[numbers.start : numbers.stop].sum())) for numbers in layout.files()]
+    total = sum(size for _, size in files)
     samples = tokens = nbytes = done = 0
-    for entry in ordered(layout.write, enumerate(sizes), workers, "export"):
+    for (_, size), entry in zip(files, ordered(layout.write, files, workers, "export"), strict=True):
         if entry is None:
             continue
         written = entry[1].result()
-        samples, tokens, nbytes = samples + 1, tokens + written[0], nbytes + written[1]
-        done += sizes[entry[0]]
+        samples, tokens, nbytes = samples + len(entry[0]), tokens + written[0], nbytes + written[1]
+        done += size
         if progress is not None:
             progress(done, total)
     layout.finish()

@@ -163,6 +163,34 @@ def test_speculators_without_captured_layers(tmp_path: Path) -> None:
     assert torch.equal(found[:, 0], made["a"]["last_hidden_state"])
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("layers", [3, 0])
+def test_modelopt_files_are_what_model_optimizer_dumps(norm: str, layers: int, tmp_path: Path) -> None:
+    expected = made_by.write_modelopt(tmp_path / "src", samples(layers=layers), prenorm=norm == "pre")
+    assert pack(Job(str(tmp_path / "src"), str(tmp_path / "root"), codec="planes")).ok
+    export(tmp_path / "root", tmp_path / "back", "modelopt")
+    assert _files(tmp_path / "back") == [*(f"{key}.pt" for key in expected), "keys.json"]
+    for key in expected:
+        written, found = (torch.load(tmp_path / each / f"{key}.pt") for each in ("src", "back"))
+        assert found.keys() == written.keys()
+        for name, value in written.items():
+            assert type(found[name]) is type(value)
+            assert bits(found[name]) == bits(value) if torch.is_tensor(value) else found[name] == value
+    assert pack(Job(str(tmp_path / "back"), str(tmp_path / "again"), codec="planes")).ok
+    for one, other in zip(hs.ShardReader(tmp_path / "root"), hs.ShardReader(tmp_path / "again"), strict=True):
+        assert (one.key, one.meta, equal(other.tensors, one.tensors)) == (other.key, other.meta, True)
+
+
+def test_a_norm_that_is_applied_is_written_into_modelopt_files(tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "modelopt")
+    model = _model(tmp_path / "model")
+    export(root, tmp_path / "back", "modelopt", to_post_norm=model)
+    for key, wanted in expected.items():
+        found = torch.load(tmp_path / "back" / f"{key}.pt")
+        assert found["hidden_states_prenorm"] is False
+        assert torch.equal(found["hidden_states"], FinalNorm(model)(wanted["last_hidden_state"]))
+
+
 # --- the norm and other refusals
 
 
@@ -206,6 +234,9 @@ def _change(made: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tenso
         ("specforge-dspark", "post", "last_hidden_state", "DSpark needs last_hidden_state"),
         ("speculators", "pre", "last_hidden_state", "speculators needs last_hidden_state"),
         ("speculators", "pre", "width", "differ in dtype or width"),
+        ("modelopt", "unknown", "none", "hsstream facts ROOT --set last_hidden_norm=pre"),
+        ("modelopt", "post", "extra", "no place for router"),
+        ("modelopt", "post", "last_hidden_state", "Model-Optimizer needs last_hidden_state"),
         ("nothing", "pre", "none", "unknown format 'nothing'"),
     ],
 )
@@ -220,14 +251,14 @@ def test_what_a_format_cannot_say_is_refused_before_anything_is_written(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("to", ["specforge", "safetensors"])
+@pytest.mark.parametrize("to", ["specforge", "safetensors", "modelopt"])
 def test_rows_that_were_never_stored_are_not_made_up(to: str, tmp_path: Path) -> None:
     write_root(tmp_path / "a", model=hs.ModelInfo(last_hidden_norm="post"), last_rows="supervised")
     with pytest.raises(SampleError, match="are stored"):
         export(tmp_path / "a", tmp_path / "x", to)
 
 
-@pytest.mark.parametrize(("to", "norm"), [("specforge", "post"), ("speculators", "pre")])
+@pytest.mark.parametrize(("to", "norm"), [("specforge", "post"), ("speculators", "pre"), ("modelopt", "pre")])
 def test_shifted_ids_are_not_passed_off_as_others(to: str, norm: str, tmp_path: Path) -> None:
     model = hs.ModelInfo(last_hidden_norm=norm, engine_flags={"shifted": True})
     write_root(tmp_path / "a", model=model)
@@ -269,7 +300,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 # --- a place that is taken, or full
 
 
-@pytest.mark.parametrize("to", ["specforge", "speculators", "safetensors"])
+@pytest.mark.parametrize("to", ["specforge", "speculators", "safetensors", "modelopt"])
 def test_an_earlier_export_is_not_mixed_with_this_one(to: str, tmp_path: Path) -> None:
     root, expected = packed(tmp_path, "speculators" if to == "speculators" else "specforge")
     export(root, tmp_path / "back", to)
