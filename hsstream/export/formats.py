@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from hsstream.errors import SampleError
-from hsstream.export.layout import LAST, Layout
+from hsstream.export.deepspec import ToDeepSpec
+from hsstream.export.layout import AUX, LAST, Layout
 from hsstream.export.place import ARROW, STATES
 from hsstream.sample import Sample
 from hsstream.sources.arrow import write_rows
 from hsstream.sources.base import META, MODEL
 from hsstream.sources.safefile import save_safetensors
 
-AUX = "aux_hidden_states"
 GROUP = 2000
 
 
@@ -173,6 +173,7 @@ FORMATS: Mapping[str, type[Layout]] = {
     "specforge-dspark": ToDSpark,
     "speculators": ToSpeculators,
     "modelopt": ToModelOpt,
+    "deepspec": ToDeepSpec,
     "safetensors": ToSafetensors,
 }
 

@@ -24,7 +24,9 @@ from hsstream.reader import ShardReader
 from hsstream.sample import ModelInfo, Sample
 from hsstream.storage.posix import typed
 
-LAST = "last_hidden_state"
+AUX, LAST = "aux_hidden_states", "last_hidden_state"
+#: Of a file that holds many samples, unless an export says otherwise; DeepSpec's own limit.
+SHARD_BYTES = 64 << 30
 _NUMBERED = re.compile(r"(?:data|hs)_(\d{1,9})")
 
 
@@ -38,8 +40,15 @@ class Layout(ABC):
     beside: tuple[str, ...] = ()
     """Files that `finish` writes beside the samples."""
 
-    def __init__(self, reader: ShardReader, target: Path, to_post: FinalNorm | None) -> None:
+    def __init__(
+        self,
+        reader: ShardReader,
+        target: Path,
+        to_post: FinalNorm | None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         self._reader, self._target, self._to_post = reader, target, to_post
+        self._shard_bytes = shard_bytes
         info = reader.index.info
         self._model = info.model or ModelInfo()
         self._names = set(info.schema.by_name)

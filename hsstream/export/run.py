@@ -13,6 +13,7 @@ from typing import Any
 
 from hsstream.errors import SampleError
 from hsstream.export.formats import FORMATS
+from hsstream.export.layout import SHARD_BYTES
 from hsstream.norm import FinalNorm
 from hsstream.ordered import ordered
 from hsstream.reader import ShardReader
@@ -43,6 +44,7 @@ def export(
     to: str,
     *,
     to_post_norm: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
     workers: int = 2,
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
@@ -53,6 +55,7 @@ def export(
     Args:
         to: one of FORMATS.
         to_post_norm: folder of the model whose final norm is applied to states captured before it.
+        shard_bytes: limit of a file that holds many samples (deepspec); one sample may exceed it.
         overwrite: remove an earlier export from `target` first; without it one of other samples is refused.
 
     Raises:
@@ -64,7 +67,7 @@ def export(
     folder = local_path(target)
     reader = ShardReader(root, storage_options)
     norm = None if to_post_norm is None else FinalNorm(to_post_norm)
-    layout = FORMATS[to](reader, folder, norm)
+    layout = FORMATS[to](reader, folder, norm, shard_bytes)
     layout.check()
     layout.begin(overwrite)
     sizes = reader.index.table.sizes.sum(axis=1)

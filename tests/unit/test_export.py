@@ -191,6 +191,99 @@ def test_a_norm_that_is_applied_is_written_into_modelopt_files(tmp_path: Path) -
         assert torch.equal(found["hidden_states"], FinalNorm(model)(wanted["last_hidden_state"]))
 
 
+@pytest.mark.parametrize("codec", ["planes", "raw"])
+def test_a_deepspec_cache_comes_back_byte_for_byte(codec: str, tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "deepspec", codec)
+    # `per_shard` of the source is three samples: the fourth begins a second file here too.
+    sizes = [len(wanted["input_ids"]) * (6 + 2 * 16 * 4) for wanted in expected.values()]
+    report = export(root, tmp_path / "back", "deepspec", shard_bytes=sum(sizes[:3]))
+    assert (report.samples, report.nbytes) == (4, sum(sizes))
+    names = ["shard-00000.bin", "shard-00001.bin", "samples.idx"]
+    for name in names:
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "src" / name).read_bytes()
+    assert _files(tmp_path / "back") == sorted([*names, "manifest.json", "keys.json"])
+    assert json.loads((tmp_path / "back" / "manifest.json").read_text()) == {
+        **{name: json.loads((tmp_path / "src" / "manifest.json").read_text())[name] for name in SHARED},
+        "source_jsonl_paths": [], "chat_template": None, "max_length": 40, "min_loss_tokens": 0,
+        "git_sha": None,
+    }  # fmt: skip
+    assert pack(Job(str(tmp_path / "back"), str(tmp_path / "again"), codec=codec)).ok
+    for one, other in zip(hs.ShardReader(root), hs.ShardReader(tmp_path / "again"), strict=True):
+        assert (one.key, equal(other.tensors, one.tensors)) == (other.key, True)
+
+
+#: What the manifests of the cache and of its export have in common.
+SHARED = (
+    *("version", "num_samples", "num_shards", "target_layer_ids", "hidden_dtype", "token_dtype"),
+    *("mask_dtype", "index_record_size", "hidden_size", "shards", "target_model_name_or_path"),
+)
+
+
+@pytest.mark.parametrize(("limit", "shards"), [(1, 4), (1 << 40, 1)])
+def test_a_shard_holds_one_sample_or_what_it_has_room_for(limit: int, shards: int, tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "deepspec")
+    export(root, tmp_path / "back", "deepspec", shard_bytes=limit)
+    assert len(list((tmp_path / "back").glob("shard-*.bin"))) == shards
+    named = json.loads((tmp_path / "back" / "keys.json").read_text())
+    assert [key for keys in named.values() for key in keys] == list(expected)
+    assert pack(Job(str(tmp_path / "back"), str(tmp_path / "again"))).ok
+
+
+def test_a_deepspec_cache_counts_decoder_layers_from_0(tmp_path: Path) -> None:
+    facts = {"name": "m", "aux_layer_ids": (2, 5, 9), "layer_id_convention": "hf_hidden_states_index"}
+    model = hs.ModelInfo(last_hidden_norm="post", **facts)
+    write_root(tmp_path / "a", made={"s": sample(5)}, model=model)
+    export(tmp_path / "a", tmp_path / "x", "deepspec")
+    assert json.loads((tmp_path / "x" / "manifest.json").read_text())["target_layer_ids"] == [1, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("facts", "change", "text"),
+    [
+        ({"name": None}, "none", "hsstream facts ROOT --set name=MODEL"),
+        ({"aux_layer_ids": None}, "none", "facts ROOT --set aux_layer_ids"),
+        ({"layer_id_convention": None}, "none", "--set layer_id_convention"),
+        ({"aux_layer_ids": (5, 2, 9)}, "none", "ascending order, the 3 of this data set are 5, 2, 9"),
+        ({"last_hidden_norm": "pre"}, "none", "post-norm, this is pre"),
+        ({}, "extra", "no place for router"),
+        ({}, "last_hidden_state", "DeepSpec needs last_hidden_state"),
+        ({}, "aux_hidden_states", "DeepSpec needs aux_hidden_states"),
+        ({}, "width", "of one width"),
+        ({}, "float16", "states in bfloat16, aux_hidden_states is torch.float16"),
+    ],
+)
+def test_what_deepspec_would_not_read_is_refused(
+    facts: dict[str, Any], change: str, text: str, tmp_path: Path
+) -> None:
+    known = {"name": "m", "aux_layer_ids": (2, 5, 9), "layer_id_convention": "layer_output_0based"}
+    model = hs.ModelInfo(**(known | {"last_hidden_norm": "post"} | facts))
+    made = sample(5, dtype=torch.float16) if change == "float16" else _change(sample(5), change)
+    write_root(tmp_path / "a", made={"s": made}, model=model)
+    with pytest.raises(SampleError, match=text):
+        export(tmp_path / "a", tmp_path / "x", "deepspec")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_cache_that_is_written_again_has_no_manifest_until_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, expected = packed(tmp_path, "deepspec")
+    export(root, tmp_path / "back", "deepspec", shard_bytes=1)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hs.ShardReader, "read", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(root, tmp_path / "back", "deepspec", shard_bytes=1)
+    assert not (tmp_path / "back" / "manifest.json").exists()
+    with pytest.raises(SampleError, match=f"an earlier export of {len(expected)} samples"):
+        export(root, tmp_path / "back", "deepspec")
+    export(root, tmp_path / "back", "deepspec", overwrite=True)
+    assert len(list((tmp_path / "back").glob("shard-*.bin"))) == 1
+
+
 # --- the norm and other refusals
 
 
