@@ -21,7 +21,7 @@ from samples import bits
 from sources import write_modelopt
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
-from verifier import DEPTH, LAYERS, VOCAB, config, made_samples, packed
+from verifier import DEPTH, LAYERS, VOCAB, config, follow_the_refusal, made_samples, pack_at_once, packed
 
 from hsstream.cli import main
 from hsstream.errors import SchemaMismatchError
@@ -235,6 +235,24 @@ def test_a_training_script_runs_on_a_root(dumped: tuple[list[Path], Path], tmp_p
     assert json.loads((tmp_path / "losses.json").read_text()) == losses
     assert (sys.argv, sys.path) == (argv, path)
     assert eagle_utils.OfflineSupervisedDataset is OfflineSupervisedDataset
+
+
+@pytest.mark.parametrize("layers", ["1,3,4", None])
+def test_a_newcomer_reaches_the_first_step(
+    tmp_path: Path, layers: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One pack, one train; packed without --aux-layers, the command that the refusal names comes between."""
+    write_modelopt(tmp_path / "files", made_samples())
+    root, script = tmp_path / "root", tmp_path / "main.py"
+    pack_at_once(tmp_path / "files", root, "--last-norm", "post", layers=layers)
+    assert not list((tmp_path / "files").glob("*.pt"))
+    script.write_text(SCRIPT)
+    words = ["train", "modelopt", "--root", str(root), "--", str(script), str(tmp_path)]
+    if layers is None:
+        assert main(words) != 0
+        follow_the_refusal(capsys.readouterr().err, root)
+    assert main(words) == 0
+    assert len(json.loads((tmp_path / "losses.json").read_text())) == 10
 
 
 RECIPE = """
