@@ -6,7 +6,7 @@ Refused: values that cannot be (SampleError), facts that differ from a data set'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -127,3 +127,9 @@ def _is_hash(value: object) -> bool:
 def _check_choice(what: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
         raise SampleError(f"{what} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def layer_outputs(layers: Sequence[int], convention: str) -> tuple[int, ...]:
+    """Layer ids of either convention as outputs of decoder layers counted from 0; -1 is the embedding."""
+    shift = 1 if convention == CONVENTIONS[1] else 0
+    return tuple(int(layer) - shift for layer in layers)

@@ -46,23 +46,26 @@ MAP_SUFFIXES = (".safetensors", ".npy", *TORCH_SUFFIXES)
 
 @dataclass(frozen=True)
 class VocabMap:
-    """d2t: int64 [D], offsets: draft id i is target id i + d2t[i]. t2d: bool [V], the target ids taken."""
+    """d2t: int64 [D], offsets: draft id i is target id i + d2t[i]. t2d: bool [V], the target ids taken.
+
+    Target ids ascend in the maps made here; in those of Model-Optimizer the most frequent comes first.
+    """
 
     d2t: torch.Tensor
     t2d: torch.Tensor
 
     @classmethod
     def of_ids(cls, ids: torch.Tensor, vocab_size: int) -> VocabMap:
-        """From ascending target ids, int64 [D].
+        """From different target ids, int64 [D], in the order of the draft ids.
 
         Raises:
-            SampleError: ids that do not ascend, or outside the vocabulary.
+            SampleError: an id twice, or outside the vocabulary.
         """
-        if ids.ndim != 1 or ids.numel() == 0 or bool((ids.diff() < 1).any()):
-            raise SampleError("a draft vocabulary is a list of ascending target ids, found another order")
-        if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        if ids.ndim != 1 or ids.numel() == 0 or bool((ids.sort().values.diff() == 0).any()):
+            raise SampleError("a draft vocabulary is a list of different target ids, found one of them twice")
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
             raise SampleError(
-                f"the draft vocabulary reaches from {ids[0]} to {ids[-1]}, outside {vocab_size}"
+                f"the draft vocabulary reaches from {ids.min()} to {ids.max()}, outside {vocab_size}"
             )
         t2d = torch.zeros(vocab_size, dtype=torch.bool)
         t2d[ids] = True
@@ -70,8 +73,13 @@ class VocabMap:
 
     @property
     def target_ids(self) -> torch.Tensor:
-        """Target id of every draft id, int64 [D], ascending."""
+        """Target id of every draft id, int64 [D]."""
         return torch.arange(len(self.d2t)) + self.d2t
+
+    @property
+    def ascends(self) -> bool:
+        """Whether the target ids ascend, so that t2d alone says which draft id each of them has."""
+        return bool((self.target_ids.diff() > 0).all())
 
     def covered(self, counts: NDArray[np.int64]) -> float:
         """The share of the counted tokens that the draft vocabulary holds; 0 where none is counted."""
@@ -274,20 +282,30 @@ def _from_safetensors(path: Path) -> torch.Tensor | None:
     return None
 
 
-def save_map(found: VocabMap, out: str | Path) -> list[Path]:
+def save_map(found: VocabMap, out: str | Path, bare: bool = False) -> list[Path]:
     """Write a map: `FILE.pt` as SpecForge has it, or `d2t.npy` and `t2d.npy` in a folder, as speculators has
     it; the files. Each appears whole or not at all, and one that says the same is left alone.
 
+    bare: d2t alone in `FILE.pt`, int64 [D], as Model-Optimizer has it.
+
     Raises:
-        SampleError: another map is there already, or a name that says neither.
+        SampleError: another map is there already, a name that says neither, or ids that do not ascend in a
+            form with t2d.
         StorageError: it cannot be written.
     """
     path = local_path(out)
-    if path.suffix not in ("", ".pt"):
-        raise SampleError(f"{path}: a map is written to a .pt file or into a folder")
+    if path.suffix not in ((".pt",) if bare else ("", ".pt")):
+        raise SampleError(f"{path}: a map is written to a .pt file{'' if bare else ' or into a folder'}")
+    if not bare and not found.ascends:
+        raise SampleError(
+            "the target ids of this map do not ascend, which SpecForge and speculators take for granted: "
+            "write it for Model-Optimizer, --to modelopt"
+        )
     if (path.suffix == "" or path.exists()) and _is_there(path, found):
+        if path.suffix == ".pt" and _is_bare(path) != bare:
+            raise SampleError(f"{path} holds this map in another form: remove it, or write elsewhere")
         return []
-    files = _packed(found, path)
+    files = _packed(found, path, bare)
     for file, data in files.items():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -295,6 +313,10 @@ def save_map(found: VocabMap, out: str | Path) -> list[Path]:
             raise StorageError(f"{file.parent}: cannot be made: {error}") from error
         open_store(file.parent).put(file.name, data)
     return list(files)
+
+
+def _is_bare(path: Path) -> bool:
+    return isinstance(load_torch(path, D2T_NAMES), torch.Tensor)
 
 
 def _is_there(path: Path, found: VocabMap) -> bool:
@@ -307,10 +329,10 @@ def _is_there(path: Path, found: VocabMap) -> bool:
     return there is not None
 
 
-def _packed(found: VocabMap, path: Path) -> dict[Path, bytes]:
+def _packed(found: VocabMap, path: Path, bare: bool) -> dict[Path, bytes]:
     buffer = io.BytesIO()
     if path.suffix == ".pt":
-        torch.save({"d2t": found.d2t, "t2d": found.t2d}, buffer)
+        torch.save(found.d2t if bare else {"d2t": found.d2t, "t2d": found.t2d}, buffer)
         return {path: buffer.getvalue()}
     files = {}
     for name, value in zip(NUMPY_FILES, (found.d2t, found.t2d), strict=True):

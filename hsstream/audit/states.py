@@ -16,9 +16,10 @@ from hsstream.audit.compare import Rows
 from hsstream.audit.explain import Cause
 from hsstream.audit.lens import Lens
 from hsstream.audit.report import Figures
+from hsstream.model_info import layer_outputs
 from hsstream.reader import ShardReader
 from hsstream.sample import ModelInfo, Sample
-from hsstream.trainers.base import AUX, HF_INDEX, IDS, LAST, layer_outputs
+from hsstream.trainers.base import AUX, HF_INDEX, IDS, LAST
 
 TOPK = ("target_topk_ids", "target_topk_logits", "target_logsumexp")
 #: Rows of each state that are kept to recognise it in another sample.

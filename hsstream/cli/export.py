@@ -1,7 +1,7 @@
 """`hsstream export ROOT DST`: a data set as the files of another program.
 
-In: a root. Out: one file a sample, as SpecForge, speculators or anybody with safetensors reads them. Exact
-where the codec is; nobody is locked in.
+In: a root. Out: files as SpecForge, speculators, Model-Optimizer, DeepSpec or anybody with safetensors reads
+them. Exact where the codec is; nobody is locked in.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 
 from hsstream.cli.arguments import Commands, Parser, positive, storage_option, storage_options
+from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, size
 from hsstream.cli.progress import Bar
-from hsstream.export import FORMATS, export
+from hsstream.export import FORMATS, SHARD_BYTES, export
 from hsstream.storage import local_path
 
 
@@ -25,7 +26,14 @@ def add_parser(commands: Commands) -> None:
     add("--to", required=True, choices=tuple(FORMATS), help="layout of the files")
     add("--to-post-norm", metavar="MODEL", type=local_path, help="apply the final norm of this model folder")
     add("--overwrite", action="store_true", help="remove an earlier export from DST first")
-    add("--workers", metavar="N", type=positive, default=2, help="samples side by side")
+    add(
+        "--shard-bytes",
+        metavar="BYTES",
+        type=number,
+        default=SHARD_BYTES,
+        help="size of deepspec's shards: 64 GiB unless given",
+    )
+    add("--workers", metavar="N", type=positive, default=2, help="files written side by side")
     add("--json", action="store_true", help="one JSON document on stdout, nothing else")
     add("--storage-option", metavar="KEY=VALUE", action="append", default=[], type=storage_option)
     parser.set_defaults(run=run)
@@ -39,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             args.target,
             args.to,
             to_post_norm=args.to_post_norm,
+            shard_bytes=args.shard_bytes,
             workers=args.workers,
             overwrite=args.overwrite,
             storage_options=storage_options(args),

@@ -45,7 +45,12 @@ def add_parser(commands: Commands) -> None:
         "--out",
         metavar="FILE",
         type=local_path,
-        help="FILE.pt (SpecForge) or a folder (speculators' .npy files)",
+        help="FILE.pt (SpecForge; Model-Optimizer with --to modelopt) or a folder (speculators' .npy files)",
+    )
+    parser.add_argument(
+        "--to",
+        choices=("modelopt",),
+        help="modelopt: d2t alone in FILE.pt, for data.draft_vocab_cache of Model-Optimizer",
     )
     parser.add_argument(
         "--checkpoint",
@@ -58,6 +63,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Count, choose or copy, write, report."""
+    if args.to is not None and args.out is None:
+        raise SampleError("--to says how the map is written: give --out FILE.pt too")
     counts = count_tokens(args.root, args.vocab_size, storage_options(args), args.max_length)
     kept = None if args.checkpoint is None else find_map(args.checkpoint, len(counts))
     if kept is not None and args.size not in (None, len(kept.d2t)):
@@ -73,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             f"{counted(int(samples.tokens.sum()), 'token')}: every loss_mask is zero"
         )
     found = kept or build_map(counts, args.size or DRAFT_VOCABULARY)
-    written = [] if args.out is None else save_map(found, args.out)
+    written = [] if args.out is None else save_map(found, args.out, args.to == "modelopt")
     facts = _facts(found, counts) | {
         "from": "the data" if kept is None else str(args.checkpoint),
         "out": None if args.out is None else str(args.out),

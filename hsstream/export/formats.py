@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from hsstream.errors import SampleError
-from hsstream.export.layout import LAST, Layout
+from hsstream.export.deepspec import ToDeepSpec
+from hsstream.export.layout import AUX, LAST, Layout
 from hsstream.export.place import ARROW, STATES
 from hsstream.sample import Sample
 from hsstream.sources.arrow import write_rows
 from hsstream.sources.base import META, MODEL
 from hsstream.sources.safefile import save_safetensors
 
-AUX = "aux_hidden_states"
 GROUP = 2000
 
 
@@ -118,14 +118,41 @@ class ToSpeculators(Layout):
             yield {"input_ids": ids.tolist(), "loss_mask": mask.tolist(), "seq_len": len(ids)}
 
 
-class ToSafetensors(Layout):
-    """Everything a sample holds, under its own names."""
+class ToModelOpt(Layout):
+    """Flat layers and the last hidden state, with the side of the final norm that it was taken on."""
 
     def check(self) -> None:
-        """Rows that were never stored would come back as zeros."""
+        """A file that does not name its side is taken for one after the norm."""
         super().check()
-        if self._reader.index.info.last_rows != "all":
-            raise SampleError("only some rows of last_hidden_state are stored; files would not say which")
+        self._only(AUX, LAST)
+        if LAST not in self._names:
+            raise SampleError("Model-Optimizer needs last_hidden_state, which this data set does not have")
+        if self._last_norm not in ("pre", "post"):
+            raise SampleError(
+                "Model-Optimizer must know on which side of the final norm last_hidden_state was taken: "
+                "hsstream facts ROOT --set last_hidden_norm=pre, or =post"
+            )
+
+    def path(self, number: int, key: str) -> Path:  # noqa: ARG002
+        """`KEY.pt`."""
+        return Path(f"{key}.pt")
+
+    def save(self, path: Path, sample: Sample) -> None:
+        """The dict of Model-Optimizer's dumps."""
+        found = sample.tensors
+        record = {
+            "input_ids": found["input_ids"].long(),
+            "hidden_states": found[LAST],
+            "aux_hidden_states": found[AUX].flatten(1) if AUX in found else torch.empty(0),
+            "loss_mask": found["loss_mask"].long(),
+            "conversation_id": sample.key,
+            "hidden_states_prenorm": self._last_norm == "pre",
+        }
+        _save(record, path)
+
+
+class ToSafetensors(Layout):
+    """Everything a sample holds, under its own names."""
 
     def path(self, number: int, key: str) -> Path:  # noqa: ARG002
         """`KEY.safetensors`."""
@@ -135,7 +162,7 @@ class ToSafetensors(Layout):
         """Tensors, metadata and model facts."""
         facts = self._model.to_dict()
         if self._to_post is not None:
-            facts["last_hidden_norm"] = "post"
+            facts["last_hidden_norm"] = self._last_norm
         header = {META: _json(sample.meta, "metadata"), MODEL: _json(facts, "model facts")}
         save_safetensors(path, {n: v.contiguous() for n, v in sample.tensors.items()}, header)
 
@@ -145,11 +172,13 @@ FORMATS: Mapping[str, type[Layout]] = {
     "specforge": ToSpecForge,
     "specforge-dspark": ToDSpark,
     "speculators": ToSpeculators,
+    "modelopt": ToModelOpt,
+    "deepspec": ToDeepSpec,
     "safetensors": ToSafetensors,
 }
 
 
-def _save(record: dict[str, torch.Tensor], path: Path) -> None:
+def _save(record: dict[str, Any], path: Path) -> None:
     """torch.save by way of memory: on a full disk torch says RuntimeError, and not why."""
     whole = io.BytesIO()
     torch.save(record, whole)

@@ -1,4 +1,6 @@
-"""What all layouts share: one sample a file, complete or not at all, and the checks before the first.
+"""What all layouts share: files that appear complete or not at all, and the checks before the first.
+
+A file holds one sample, or the consecutive samples that the format gives one path.
 
 In: a reader and a directory. Out: files. Refused with SampleError: a last hidden state on the wrong side of
 the final norm, rows that were never stored, tensors without a place; with StorageError: a place that cannot
@@ -12,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 from hsstream.errors import SampleError
@@ -21,7 +24,9 @@ from hsstream.reader import ShardReader
 from hsstream.sample import ModelInfo, Sample
 from hsstream.storage.posix import typed
 
-LAST = "last_hidden_state"
+AUX, LAST = "aux_hidden_states", "last_hidden_state"
+#: Of a file that holds many samples, unless an export says otherwise; DeepSpec's own limit.
+SHARD_BYTES = 64 << 30
 _NUMBERED = re.compile(r"(?:data|hs)_(\d{1,9})")
 
 
@@ -30,46 +35,77 @@ class Layout(ABC):
 
     norm: str | None = None
     """The side of the final norm on which the format has the last hidden state; None: either."""
+    many = False
+    """Whether a file may hold several samples."""
+    beside: tuple[str, ...] = ()
+    """Files that `finish` writes beside the samples."""
 
-    def __init__(self, reader: ShardReader, target: Path, to_post: FinalNorm | None) -> None:
+    def __init__(
+        self,
+        reader: ShardReader,
+        target: Path,
+        to_post: FinalNorm | None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         self._reader, self._target, self._to_post = reader, target, to_post
+        self._shard_bytes = shard_bytes
         info = reader.index.info
         self._model = info.model or ModelInfo()
         self._names = set(info.schema.by_name)
-        self._numbers = _numbers(reader.keys())
+        self._keys = reader.keys()
+        self._numbers = _numbers(self._keys)
 
     def check(self) -> None:
         """Refuse, before anything is written, what the format cannot say."""
         info, found = self._reader.index.info, self._model.last_hidden_norm or "unknown"
         if self._to_post is not None and found != "pre":
             raise SampleError(f"--to-post-norm needs states before the norm, these are: {found}")
-        if LAST not in self._names or self.norm is None:
-            return
         if info.last_rows != "all":
             raise SampleError(
                 "only rows of last_hidden_state that a loss reaches are stored: files of this format have all"
             )
-        if self._to_post is not None:
-            found = "post"
-        if found != self.norm:
-            cure = "a norm cannot be undone" if found == "post" else "give --to-post-norm MODEL"
-            raise SampleError(f"the format has last_hidden_state {self.norm}-norm, this is {found}: {cure}")
+        if LAST not in self._names or self.norm is None:
+            return
+        last = self._last_norm
+        if last != self.norm:
+            cure = "a norm cannot be undone" if last == "post" else "give --to-post-norm MODEL"
+            raise SampleError(f"the format has last_hidden_state {self.norm}-norm, this is {last}: {cure}")
 
-    def write(self, number: int) -> tuple[int, int]:
-        """(tokens, bytes) of sample `number`, written."""
-        sample = self._reader.read(number)
-        if self._to_post is not None:
-            sample.tensors[LAST] = self._to_post(sample.tensors[LAST])
-        path = self._target / self.path(number, sample.key)
-        with _temporary(path) as temp:
-            self.save(temp, sample)
-        return sample.tokens, path.stat().st_size
+    @property
+    def _last_norm(self) -> str:
+        """The side of the final norm of what is written: `pre`, `post` or `unknown`."""
+        return "post" if self._to_post is not None else self._model.last_hidden_norm or "unknown"
+
+    def files(self) -> list[range]:
+        """The samples of every file, by number."""
+        numbered = groupby(range(len(self._keys)), key=lambda number: self.path(number, self._keys[number]))
+        runs = [list(run) for _, run in numbered]
+        return [range(run[0], run[-1] + 1) for run in runs]
+
+    def write(self, numbers: range) -> tuple[int, int]:
+        """(tokens, bytes) of the file of these samples, written."""
+        path, tokens = self._target / self.path(numbers[0], self._keys[numbers[0]]), 0
+        with temporary(path) as temp:
+            for number in numbers:
+                sample = self._reader.read(number)
+                if self._to_post is not None:
+                    sample.tensors[LAST] = self._to_post(sample.tensors[LAST])
+                self.save(temp, sample)
+                tokens += sample.tokens
+        return tokens, path.stat().st_size
 
     def begin(self, overwrite: bool) -> None:
         """Take the directory, and say which sample becomes which file."""
-        named = {self.path(number, key).as_posix(): key for number, key in enumerate(self._reader.keys())}
+        named: dict[str, str | list[str]] = {}
+        for numbers in self.files():
+            keys = self._keys[numbers.start : numbers.stop]
+            named[self.path(numbers[0], keys[0]).as_posix()] = keys if self.many else keys[0]
+        named |= {name: [] for name in self.beside}
         make_free(self._target, named, overwrite)
-        with _temporary(self._target / KEYS) as temp:
+        with typed("write into", self._target):
+            for name in self.beside:
+                (self._target / name).unlink(missing_ok=True)
+        with temporary(self._target / KEYS) as temp:
             temp.write_text(json.dumps(named, indent=0), encoding="utf-8")
 
     def finish(self) -> None:  # noqa: B027  (most formats need nothing)
@@ -81,7 +117,7 @@ class Layout(ABC):
 
     @abstractmethod
     def save(self, path: Path, sample: Sample) -> None:
-        """Write one sample to a file."""
+        """Write one sample to a file, behind those that it holds already."""
 
     def _only(self, *names: str) -> None:
         """Refuse tensors that the format has no place for, and ids that are not where it has them."""
@@ -106,11 +142,12 @@ def _numbers(keys: list[str]) -> list[int] | None:
 
 
 @contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
+def temporary(path: Path) -> Iterator[Path]:
     """A hidden file beside `path`, which takes its name when the block ends well."""
     temp = path.with_name(f".{path.name}.part")
     with typed("write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        temp.unlink(missing_ok=True)
         try:
             yield temp
             temp.replace(path)

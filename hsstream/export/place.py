@@ -21,11 +21,11 @@ KEYS = "keys.json"
 ARROW, STATES = "arrow", "hidden_states"
 
 
-def make_free(target: Path, named: Mapping[str, str], overwrite: bool) -> None:
+def make_free(target: Path, named: Mapping[str, str | list[str]], overwrite: bool) -> None:
     """Leave nothing of an earlier export in `target`, but for files that this one writes again.
 
-    named: the key of the sample that becomes each file. overwrite: whether an earlier export's files may be
-    removed; only those that its list names are.
+    named: the key of the sample that becomes each file, or the keys of all its samples. overwrite: whether
+    an earlier export's files may be removed; only those that its list names are.
     """
     with typed("look into", target):
         there = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
@@ -41,8 +41,9 @@ def make_free(target: Path, named: Mapping[str, str], overwrite: bool) -> None:
         return
     names = [str(name) for name in earlier]
     if not overwrite:
+        count = sum(len(keys) if isinstance(keys, list) else 1 for keys in earlier.values())
         raise SampleError(
-            f"{target} holds an earlier export of {len(names)} samples: give another place, or --overwrite"
+            f"{target} holds an earlier export of {count} samples: give another place, or --overwrite"
         )
     with typed("remove the earlier export", target):
         for path in (target / name for name in names):

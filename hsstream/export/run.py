@@ -1,4 +1,4 @@
-"""The run: samples side by side, then what belongs beside them.
+"""The run: files side by side, then what belongs beside them.
 
 In: a root, a directory, a format. Out: files, and an `ExportReport`. Refused: what the format refuses before
 anything is written.
@@ -13,6 +13,7 @@ from typing import Any
 
 from hsstream.errors import SampleError
 from hsstream.export.formats import FORMATS
+from hsstream.export.layout import SHARD_BYTES
 from hsstream.norm import FinalNorm
 from hsstream.ordered import ordered
 from hsstream.reader import ShardReader
@@ -43,6 +44,7 @@ def export(
     to: str,
     *,
     to_post_norm: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
     workers: int = 2,
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
@@ -53,6 +55,7 @@ def export(
     Args:
         to: one of FORMATS.
         to_post_norm: folder of the model whose final norm is applied to states captured before it.
+        shard_bytes: limit of a file that holds many samples (deepspec); one sample may exceed it.
         overwrite: remove an earlier export from `target` first; without it one of other samples is refused.
 
     Raises:
@@ -64,18 +67,19 @@ def export(
     folder = local_path(target)
     reader = ShardReader(root, storage_options)
     norm = None if to_post_norm is None else FinalNorm(to_post_norm)
-    layout = FORMATS[to](reader, folder, norm)
+    layout = FORMATS[to](reader, folder, norm, shard_bytes)
     layout.check()
     layout.begin(overwrite)
-    sizes = reader.index.table.sizes.sum(axis=1).tolist()
-    total = sum(sizes)
+    sizes = reader.index.table.sizes.sum(axis=1)
+    files = [(numbers, int(sizes[numbers.start : numbers.stop].sum())) for numbers in layout.files()]
+    total = sum(size for _, size in files)
     samples = tokens = nbytes = done = 0
-    for entry in ordered(layout.write, enumerate(sizes), workers, "export"):
+    for (_, size), entry in zip(files, ordered(layout.write, files, workers, "export"), strict=True):
         if entry is None:
             continue
         written = entry[1].result()
-        samples, tokens, nbytes = samples + 1, tokens + written[0], nbytes + written[1]
-        done += sizes[entry[0]]
+        samples, tokens, nbytes = samples + len(entry[0]), tokens + written[0], nbytes + written[1]
+        done += size
         if progress is not None:
             progress(done, total)
     layout.finish()

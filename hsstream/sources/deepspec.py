@@ -39,7 +39,7 @@ RECORD = np.dtype(
 )
 _ARRAYS = tuple(RECORD.names or ())[3:]
 #: What a manifest of version 2 says of all its files.
-_SAID = {
+SAID = {
     "version": 2,
     "hidden_dtype": "bfloat16",
     "token_dtype": "int32",
@@ -122,7 +122,7 @@ class DeepSpec(Source):
 
 def _shape(manifest: dict[str, Any], root: Path) -> tuple[dict[int, str], tuple[int, ...], int]:
     """(file name of every shard, layer ids, hidden size) of an untrusted manifest."""
-    for fact, wanted in _SAID.items():
+    for fact, wanted in SAID.items():
         if manifest.get(fact) != wanted:
             raise SampleError(
                 f"{root}: the DeepSpec manifest has {fact} {manifest.get(fact)!r:.40}, expected {wanted!r}"

@@ -23,6 +23,7 @@ import torch
 
 from hsstream.catalog import Roots, Source, open_catalog
 from hsstream.errors import SampleError, SchemaMismatchError, StorageError
+from hsstream.model_info import layer_outputs
 from hsstream.reader import ShardReader
 from hsstream.sample import ModelInfo, Sample
 from hsstream.schema import DatasetInfo, TensorSpec
@@ -156,12 +157,6 @@ def _find_layers(model: ModelInfo, need: Need) -> tuple[int, ...]:
             f"holds {_listed(stored)}: missing {_listed(missing)}"
         )
     return tuple(stored.index(layer) for layer in wanted)
-
-
-def layer_outputs(layers: Sequence[int], convention: str) -> tuple[int, ...]:
-    """Layer ids of either convention as outputs of decoder layers counted from 0; -1 is the embedding."""
-    shift = 1 if convention == HF_INDEX else 0
-    return tuple(int(layer) - shift for layer in layers)
 
 
 def _shown(ids: Sequence[int] | None, places: Sequence[int]) -> str:

@@ -16,11 +16,12 @@ import torch
 import transformers
 from modelopt.torch.speculative.config import EAGLE3_DEFAULT_CFG
 from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
+from modelopt.torch.speculative.plugins.hf_eagle import HFEagleModel
 from samples import bits
 from sources import write_modelopt
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
-from verifier import DEPTH, LAYERS, config, made_samples, packed
+from verifier import DEPTH, LAYERS, VOCAB, config, follow_the_refusal, made_samples, pack_at_once, packed
 
 from hsstream.cli import main
 from hsstream.errors import SchemaMismatchError
@@ -28,6 +29,7 @@ from hsstream.plan import Order
 from hsstream.sources.base import HF_INDEX, Options
 from hsstream.trainers import modelopt_launch
 from hsstream.trainers.modelopt import ModelOptBatches, ModelOptSamples
+from hsstream.vocab import find_map
 
 TRAIN_LEN = 48  # shorter than some samples, longer than others
 
@@ -93,7 +95,20 @@ def test_states_before_the_norm_are_declared(tmp_path: Path) -> None:
     assert ours[0]["base_hidden_prenorm"] is True
 
 
-def eagle() -> Any:
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_exported_files_are_read_by_its_own_data_set(tmp_path: Path, norm: str, answers: bool) -> None:
+    write_modelopt(tmp_path / "files", made_samples((20, 30, 25)))
+    root = packed(tmp_path / "files", tmp_path / "root", "modelopt", Options(last_norm=norm))
+    assert main(["export", str(root), str(tmp_path / "back"), "--to", "modelopt"]) == 0
+    theirs = OfflineSupervisedDataset(sorted((tmp_path / "back").glob("*.pt")), answers)
+    ours = ModelOptSamples(root, answers)
+    assert len(theirs) == len(ours) == 3
+    for number in range(3):
+        equal(ours[number], theirs[number])
+
+
+def eagle(draft_vocab: int = VOCAB) -> Any:
     """A tiny base model in bf16, converted; the same weights at every call."""
     torch.manual_seed(0)
     base = LlamaForCausalLM(config()).to(torch.bfloat16)
@@ -104,6 +119,7 @@ def eagle() -> Any:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "intermediate_size": 128,
+        "draft_vocab_size": draft_vocab,
     }
     settings = EAGLE3_DEFAULT_CFG["config"]
     architecture = settings["eagle_architecture_config"] | draft
@@ -111,6 +127,18 @@ def eagle() -> Any:
     torch.manual_seed(1)
     mtsp.convert(base, [("eagle", settings | options | {"eagle_architecture_config": architecture})])
     return base
+
+
+def test_a_draft_vocabulary_is_loaded_by_the_model(dumped: tuple[list[Path], Path], tmp_path: Path) -> None:
+    out, model = tmp_path / "d2t.pt", eagle(40)
+    words = ["vocab", str(dumped[1]), "--size", "40", "--out", str(out), "--to", "modelopt"]
+    assert main(words) == 0
+    HFEagleModel.load_draft_vocab_cache(model, str(out))
+    made = find_map(out, VOCAB)
+    assert made is not None
+    assert bits(model.eagle_module.d2t) == bits(made.d2t)
+    logits = torch.arange(VOCAB).expand(1, 2, VOCAB)
+    assert model._map_logits_to_draft_vocab(logits)[0, 1].tolist() == made.target_ids.tolist()
 
 
 def ten_losses(batches: Iterable[dict[str, Any]]) -> list[float]:
@@ -207,6 +235,24 @@ def test_a_training_script_runs_on_a_root(dumped: tuple[list[Path], Path], tmp_p
     assert json.loads((tmp_path / "losses.json").read_text()) == losses
     assert (sys.argv, sys.path) == (argv, path)
     assert eagle_utils.OfflineSupervisedDataset is OfflineSupervisedDataset
+
+
+@pytest.mark.parametrize("layers", ["1,3,4", None])
+def test_a_newcomer_reaches_the_first_step(
+    tmp_path: Path, layers: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One pack, one train; packed without --aux-layers, the command that the refusal names comes between."""
+    write_modelopt(tmp_path / "files", made_samples())
+    root, script = tmp_path / "root", tmp_path / "main.py"
+    pack_at_once(tmp_path / "files", root, "--last-norm", "post", layers=layers)
+    assert not list((tmp_path / "files").glob("*.pt"))
+    script.write_text(SCRIPT)
+    words = ["train", "modelopt", "--root", str(root), "--", str(script), str(tmp_path)]
+    if layers is None:
+        assert main(words) != 0
+        follow_the_refusal(capsys.readouterr().err, root)
+    assert main(words) == 0
+    assert len(json.loads((tmp_path / "losses.json").read_text())) == 10
 
 
 RECIPE = """

@@ -25,7 +25,16 @@ from specforge.runtime.contracts import TrainBatch
 from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
 from specforge.runtime.data_plane.feature_store import LocalFeatureStore, load_feature_file
 from specforge.training.vocab_mapping import count_effective_feature_tokens
-from verifier import VOCAB, config, made_samples, model_of, packed, save_verifier
+from verifier import (
+    VOCAB,
+    config,
+    follow_the_refusal,
+    made_samples,
+    model_of,
+    pack_at_once,
+    packed,
+    save_verifier,
+)
 
 from hsstream.errors import ResumeError, SampleError, SchemaMismatchError
 from hsstream.plan import Order
@@ -406,3 +415,20 @@ def test_evaluations_without_data_are_refused(tmp_path: Path, target: Path) -> N
     done = launched(tmp_path, root, "--config", run, *words)
     assert done.returncode == 2
     assert "--eval-root ROOT" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("layers", ["1,3,4", None])
+def test_a_newcomer_reaches_the_first_step(tmp_path: Path, target: Path, layers: str | None) -> None:
+    """One pack, one train; packed without --aux-layers, the command that the refusal names comes between."""
+    write_specforge(tmp_path / "files", made_samples())
+    root = tmp_path / "root"
+    pack_at_once(tmp_path / "files", root, layers=layers)
+    assert not list((tmp_path / "files").rglob("data_*"))
+    run = str(run_config(tmp_path, target, max_steps=1))
+    if layers is None:
+        refused = launched(tmp_path, root, "--config", run)
+        assert refused.returncode != 0
+        follow_the_refusal(refused.stderr, root)
+    done = launched(tmp_path, root, "--config", run)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(losses_of(done.stdout)) == [1]

@@ -14,7 +14,16 @@ import torch
 from hs_connectors import FileTransfer, HiddenStatesBackend
 from samples import bits
 from sources import write_speculators
-from verifier import DEPTH, HIDDEN, VOCAB, made_samples, packed, save_verifier
+from verifier import (
+    DEPTH,
+    HIDDEN,
+    VOCAB,
+    follow_the_refusal,
+    made_samples,
+    pack_at_once,
+    packed,
+    save_verifier,
+)
 
 # Before speculators.train.config, which looks at the registered backends as it is imported.
 import hsstream.trainers.speculators as adapter  # isort: skip
@@ -400,3 +409,20 @@ def test_layers_that_the_draft_model_reads_must_be_stored(
     words += ["--target-layer-ids", "1", "4", "5", "--draft-attn-impl", "sdpa", "--mask-token-id", "0"]
     assert main(["train", "speculators", "--root", str(dumped[1]), "--", *words]) == 1
     assert "missing 0" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("layers", ["2,4,5", None])
+def test_a_newcomer_reaches_the_first_step(
+    verifier: str, tmp_path: Path, on_cpu: None, layers: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One pack, one train; packed without --aux-layers, the command that the refusal names comes between."""
+    write_speculators(tmp_path / "files", made_samples())
+    files, root = tmp_path / "files" / "hidden_states", tmp_path / "root"
+    pack_at_once(files, root, "--arrow", str(tmp_path / "files" / "arrow"), layers=layers)
+    assert not list(files.glob("hs_*"))
+    words = ["train", "speculators", "--root", str(root), "--", *words_for(verifier, tmp_path)]
+    if layers is None:
+        assert main(words) != 0
+        follow_the_refusal(capsys.readouterr().err, root)
+    assert main(words) == 0
+    assert list((tmp_path / "out").rglob("*.safetensors"))

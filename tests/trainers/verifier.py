@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sources import draw
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hsstream.catalog import open_catalog
+from hsstream.cli import main
 from hsstream.packing import Job, pack
 from hsstream.sample import ModelInfo
 from hsstream.sources.base import Options
@@ -79,3 +81,16 @@ def packed(
 def model_of(root: Path) -> ModelInfo | None:
     """The model facts of a data set."""
     return open_catalog(root, None).first.index.info.model
+
+
+def pack_at_once(files: Path, root: Path, *words: str, layers: str | None = None) -> None:
+    """`hsstream pack` as a newcomer types it, who deletes the files; layers: what --aux-layers says."""
+    more = [] if layers is None else ["--aux-layers", layers]
+    assert main(["pack", str(files), str(root), "--delete-source", *words, *more]) == 0
+
+
+def follow_the_refusal(message: str, root: Path) -> None:
+    """Run the `hsstream facts` command that a refusal names, with the data set's root and its layers."""
+    (command,) = re.findall(r"hsstream (facts ROOT(?: --set [a-z_]+=[\w,]+)+)", message)
+    words = command.replace("ROOT", str(root)).replace("1,14,26", ",".join(map(str, LAYERS))).split(" ")
+    assert main(words) == 0

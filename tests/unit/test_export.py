@@ -163,6 +163,127 @@ def test_speculators_without_captured_layers(tmp_path: Path) -> None:
     assert torch.equal(found[:, 0], made["a"]["last_hidden_state"])
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("layers", [3, 0])
+def test_modelopt_files_are_what_model_optimizer_dumps(norm: str, layers: int, tmp_path: Path) -> None:
+    expected = made_by.write_modelopt(tmp_path / "src", samples(layers=layers), prenorm=norm == "pre")
+    assert pack(Job(str(tmp_path / "src"), str(tmp_path / "root"), codec="planes")).ok
+    export(tmp_path / "root", tmp_path / "back", "modelopt")
+    assert _files(tmp_path / "back") == [*(f"{key}.pt" for key in expected), "keys.json"]
+    for key in expected:
+        written, found = (torch.load(tmp_path / each / f"{key}.pt") for each in ("src", "back"))
+        assert found.keys() == written.keys()
+        for name, value in written.items():
+            assert type(found[name]) is type(value)
+            assert bits(found[name]) == bits(value) if torch.is_tensor(value) else found[name] == value
+    assert pack(Job(str(tmp_path / "back"), str(tmp_path / "again"), codec="planes")).ok
+    for one, other in zip(hs.ShardReader(tmp_path / "root"), hs.ShardReader(tmp_path / "again"), strict=True):
+        assert (one.key, one.meta, equal(other.tensors, one.tensors)) == (other.key, other.meta, True)
+
+
+def test_a_norm_that_is_applied_is_written_into_modelopt_files(tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "modelopt")
+    model = _model(tmp_path / "model")
+    export(root, tmp_path / "back", "modelopt", to_post_norm=model)
+    for key, wanted in expected.items():
+        found = torch.load(tmp_path / "back" / f"{key}.pt")
+        assert found["hidden_states_prenorm"] is False
+        assert torch.equal(found["hidden_states"], FinalNorm(model)(wanted["last_hidden_state"]))
+
+
+@pytest.mark.parametrize("codec", ["planes", "raw"])
+def test_a_deepspec_cache_comes_back_byte_for_byte(codec: str, tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "deepspec", codec)
+    # `per_shard` of the source is three samples: the fourth begins a second file here too.
+    sizes = [len(wanted["input_ids"]) * (6 + 2 * 16 * 4) for wanted in expected.values()]
+    report = export(root, tmp_path / "back", "deepspec", shard_bytes=sum(sizes[:3]))
+    assert (report.samples, report.nbytes) == (4, sum(sizes))
+    names = ["shard-00000.bin", "shard-00001.bin", "samples.idx"]
+    for name in names:
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "src" / name).read_bytes()
+    assert _files(tmp_path / "back") == sorted([*names, "manifest.json", "keys.json"])
+    assert json.loads((tmp_path / "back" / "manifest.json").read_text()) == {
+        **{name: json.loads((tmp_path / "src" / "manifest.json").read_text())[name] for name in SHARED},
+        "source_jsonl_paths": [], "chat_template": None, "max_length": 40, "min_loss_tokens": 0,
+        "git_sha": None,
+    }  # fmt: skip
+    assert pack(Job(str(tmp_path / "back"), str(tmp_path / "again"), codec=codec)).ok
+    for one, other in zip(hs.ShardReader(root), hs.ShardReader(tmp_path / "again"), strict=True):
+        assert (one.key, equal(other.tensors, one.tensors)) == (other.key, True)
+
+
+#: What the manifests of the cache and of its export have in common.
+SHARED = (
+    *("version", "num_samples", "num_shards", "target_layer_ids", "hidden_dtype", "token_dtype"),
+    *("mask_dtype", "index_record_size", "hidden_size", "shards", "target_model_name_or_path"),
+)
+
+
+@pytest.mark.parametrize(("limit", "shards"), [(1, 4), (1 << 40, 1)])
+def test_a_shard_holds_one_sample_or_what_it_has_room_for(limit: int, shards: int, tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "deepspec")
+    export(root, tmp_path / "back", "deepspec", shard_bytes=limit)
+    assert len(list((tmp_path / "back").glob("shard-*.bin"))) == shards
+    named = json.loads((tmp_path / "back" / "keys.json").read_text())
+    assert [key for keys in named.values() for key in keys] == list(expected)
+    assert pack(Job(str(tmp_path / "back"), str(tmp_path / "again"))).ok
+
+
+def test_a_deepspec_cache_counts_decoder_layers_from_0(tmp_path: Path) -> None:
+    facts = {"name": "m", "aux_layer_ids": (2, 5, 9), "layer_id_convention": "hf_hidden_states_index"}
+    model = hs.ModelInfo(last_hidden_norm="post", **facts)
+    write_root(tmp_path / "a", made={"s": sample(5)}, model=model)
+    export(tmp_path / "a", tmp_path / "x", "deepspec")
+    assert json.loads((tmp_path / "x" / "manifest.json").read_text())["target_layer_ids"] == [1, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("facts", "change", "text"),
+    [
+        ({"name": None}, "none", "hsstream facts ROOT --set name=MODEL"),
+        ({"aux_layer_ids": None}, "none", "facts ROOT --set aux_layer_ids"),
+        ({"layer_id_convention": None}, "none", "--set layer_id_convention"),
+        ({"aux_layer_ids": (5, 2, 9)}, "none", "ascending order, the 3 of this data set are 5, 2, 9"),
+        ({"last_hidden_norm": "pre"}, "none", "post-norm, this is pre"),
+        ({}, "extra", "no place for router"),
+        ({}, "last_hidden_state", "DeepSpec needs last_hidden_state"),
+        ({}, "aux_hidden_states", "DeepSpec needs aux_hidden_states"),
+        ({}, "width", "of one width"),
+        ({}, "float16", "states in bfloat16, aux_hidden_states is torch.float16"),
+    ],
+)
+def test_what_deepspec_would_not_read_is_refused(
+    facts: dict[str, Any], change: str, text: str, tmp_path: Path
+) -> None:
+    known = {"name": "m", "aux_layer_ids": (2, 5, 9), "layer_id_convention": "layer_output_0based"}
+    model = hs.ModelInfo(**(known | {"last_hidden_norm": "post"} | facts))
+    made = sample(5, dtype=torch.float16) if change == "float16" else _change(sample(5), change)
+    write_root(tmp_path / "a", made={"s": made}, model=model)
+    with pytest.raises(SampleError, match=text):
+        export(tmp_path / "a", tmp_path / "x", "deepspec")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_cache_that_is_written_again_has_no_manifest_until_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, expected = packed(tmp_path, "deepspec")
+    export(root, tmp_path / "back", "deepspec", shard_bytes=1)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hs.ShardReader, "read", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(root, tmp_path / "back", "deepspec", shard_bytes=1)
+    assert not (tmp_path / "back" / "manifest.json").exists()
+    with pytest.raises(SampleError, match=f"an earlier export of {len(expected)} samples"):
+        export(root, tmp_path / "back", "deepspec")
+    export(root, tmp_path / "back", "deepspec", overwrite=True)
+    assert len(list((tmp_path / "back").glob("shard-*.bin"))) == 1
+
+
 # --- the norm and other refusals
 
 
@@ -206,6 +327,9 @@ def _change(made: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tenso
         ("specforge-dspark", "post", "last_hidden_state", "DSpark needs last_hidden_state"),
         ("speculators", "pre", "last_hidden_state", "speculators needs last_hidden_state"),
         ("speculators", "pre", "width", "differ in dtype or width"),
+        ("modelopt", "unknown", "none", "hsstream facts ROOT --set last_hidden_norm=pre"),
+        ("modelopt", "post", "extra", "no place for router"),
+        ("modelopt", "post", "last_hidden_state", "Model-Optimizer needs last_hidden_state"),
         ("nothing", "pre", "none", "unknown format 'nothing'"),
     ],
 )
@@ -220,14 +344,14 @@ def test_what_a_format_cannot_say_is_refused_before_anything_is_written(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("to", ["specforge", "safetensors"])
+@pytest.mark.parametrize("to", ["specforge", "safetensors", "modelopt"])
 def test_rows_that_were_never_stored_are_not_made_up(to: str, tmp_path: Path) -> None:
     write_root(tmp_path / "a", model=hs.ModelInfo(last_hidden_norm="post"), last_rows="supervised")
     with pytest.raises(SampleError, match="are stored"):
         export(tmp_path / "a", tmp_path / "x", to)
 
 
-@pytest.mark.parametrize(("to", "norm"), [("specforge", "post"), ("speculators", "pre")])
+@pytest.mark.parametrize(("to", "norm"), [("specforge", "post"), ("speculators", "pre"), ("modelopt", "pre")])
 def test_shifted_ids_are_not_passed_off_as_others(to: str, norm: str, tmp_path: Path) -> None:
     model = hs.ModelInfo(last_hidden_norm=norm, engine_flags={"shifted": True})
     write_root(tmp_path / "a", model=model)
@@ -269,7 +393,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 # --- a place that is taken, or full
 
 
-@pytest.mark.parametrize("to", ["specforge", "speculators", "safetensors"])
+@pytest.mark.parametrize("to", ["specforge", "speculators", "safetensors", "modelopt"])
 def test_an_earlier_export_is_not_mixed_with_this_one(to: str, tmp_path: Path) -> None:
     root, expected = packed(tmp_path, "speculators" if to == "speculators" else "specforge")
     export(root, tmp_path / "back", to)

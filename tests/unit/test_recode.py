@@ -31,11 +31,11 @@ from hsstream.recode import Recode, recode
 from hsstream.schema import schema_of
 from hsstream.selection import select_samples
 from hsstream.sources.base import Options
+from hsstream.storage import open_store
 
 LAST = "last_hidden_state"
 NORM_WEIGHT = torch.linspace(-1, 2, 64).bfloat16()
 CODECS = ["fp8", "planes", "raw", "bounded:0.02", "bounded:0.25"]
-from hsstream.storage import open_store
 
 
 def job(tmp_path: Path, *roots: str, **settings: Any) -> Recode:

@@ -22,9 +22,10 @@ from hsstream.catalog import open_catalog
 from hsstream.cli import main
 from hsstream.dataset import HiddenStateDataset
 from hsstream.errors import SampleError, SchemaMismatchError
+from hsstream.model_info import layer_outputs
 from hsstream.plan import Batching, Order
 from hsstream.sample import ModelInfo
-from hsstream.trainers.base import HF_INDEX, LAYER_OUTPUT, Need, Samples, check, layer_outputs, require
+from hsstream.trainers.base import HF_INDEX, LAYER_OUTPUT, Need, Samples, check, require
 from hsstream.trainers.modelopt import ModelOptBatches, ModelOptSamples
 from hsstream.trainers.patch import replaced
 from hsstream.trainers.specforge import SpecForgeBatches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,47 @@ def test_files_have_the_trainers_form(tmp_path: Path) -> None:
     assert (t2d.dtype, t2d.sum()) == (np.bool_, 3)
 
 
+def by_frequency() -> VocabMap:
+    """As Model-Optimizer makes it: the most frequent token first."""
+    return VocabMap.of_ids(torch.tensor([11, 2, 3]), 20)
+
+
+def test_model_optimizers_map_is_read_in_its_own_order(tmp_path: Path) -> None:
+    torch.save(torch.tensor([11, 1, 1]), tmp_path / "d2t.pt")
+    for place in (tmp_path, tmp_path / "d2t.pt"):
+        found = find_map(place, 20)
+        assert found is not None
+        assert found.target_ids.tolist() == [11, 2, 3]
+        assert found.t2d.nonzero().flatten().tolist() == [2, 3, 11]
+        assert found.same(by_frequency())
+        assert not found.same(some_map())
+
+
+@pytest.mark.parametrize("made", [some_map, by_frequency])
+def test_a_bare_map_is_d2t_alone(tmp_path: Path, made: Callable[[], VocabMap]) -> None:
+    out = tmp_path / "d2t.pt"
+    assert save_map(made(), out, bare=True) == [out]
+    content = torch.load(out, weights_only=True)
+    assert (content.dtype, content.tolist()) == (torch.int64, made().d2t.tolist())
+    assert save_map(made(), out, bare=True) == []
+    with pytest.raises(SampleError, match=r"\.pt file$"):
+        save_map(made(), tmp_path / "folder", bare=True)
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_a_map_in_another_form_is_not_taken_for_this_one(tmp_path: Path, bare: bool) -> None:
+    save_map(some_map(), tmp_path / "d2t.pt", bare=not bare)
+    with pytest.raises(SampleError, match="in another form"):
+        save_map(some_map(), tmp_path / "d2t.pt", bare=bare)
+
+
+@pytest.mark.parametrize("name", ["map.pt", "folder"])
+def test_a_mask_cannot_say_another_order(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SampleError, match=r"do not ascend.*--to modelopt"):
+        save_map(by_frequency(), tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
 def as_safetensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
@@ -212,7 +254,7 @@ def test_a_checkpoint_without_a_map_has_none(tmp_path: Path) -> None:
     ("d2t", "message"),
     [
         (torch.tensor([0.5]), "expected integers"),
-        (torch.tensor([3, 0]), "ascending"),
+        (torch.tensor([3, 2]), "one of them twice"),
         (torch.tensor([0, 30]), "outside 20"),
         (torch.tensor([[0]]), "expected integers"),
     ],
@@ -245,6 +287,20 @@ def test_the_command_writes_and_reports(
     assert "holds this map already" in capsys.readouterr().out
     assert main(["vocab", str(root), "--size", "60", "--out", str(out)]) == 2
     assert "not replaced" in capsys.readouterr().err
+
+
+def test_the_command_writes_for_model_optimizer(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, out = ["vocab", str(root), "--to", "modelopt"], tmp_path / "d2t.pt"
+    assert main([*words, "--size", "50", "--out", str(out)]) == 0
+    assert torch.equal(torch.load(out, weights_only=True), build_map(count_tokens(root), 50).d2t)
+    assert main(words) == 2
+    assert "give --out FILE.pt" in capsys.readouterr().err
+    torch.save(by_frequency().d2t, tmp_path / "theirs.pt")
+    words += ["--checkpoint", str(tmp_path / "theirs.pt"), "--out", str(tmp_path / "copy.pt")]
+    assert main(words) == 0
+    assert torch.equal(torch.load(tmp_path / "copy.pt", weights_only=True), by_frequency().d2t)
 
 
 def test_the_command_keeps_a_checkpoints_map(
@@ -284,6 +340,6 @@ def test_nothing_supervised_is_said_by_counts(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_file_that_can_be_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "draft.txt").write_bytes(b"junk")
+    (tmp_path / "draft.onnx").write_bytes(b"junk")
     with pytest.raises(SampleError, match="a checkpoint is a folder or a"):
-        find_map(tmp_path / "draft.txt", V)
+        find_map(tmp_path / "draft.onnx", V)
