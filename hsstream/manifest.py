@@ -21,7 +21,7 @@ from hsstream.errors import (
     StorageError,
     located,
 )
-from hsstream.header import check_version
+from hsstream.header import MAX_OBJECT_BYTES, MAX_OBJECT_RATIO, check_version
 from hsstream.index import DatasetIndex, combine, index_name
 from hsstream.shard import TAIL_BYTES, ShardIndex, read_index
 from hsstream.storage import Store
@@ -86,6 +86,7 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
             return None
         raise
     with located(shard=MANIFEST):
+        _check_objects(data)
         try:
             manifest = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -95,6 +96,16 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
             raise FormatError(f"{MANIFEST} does not name an index", "bad_field")
         check_version(manifest, MANIFEST)
         return manifest  # type: ignore[no-any-return]
+
+
+def _check_objects(data: bytes) -> None:
+    """Refuse JSON that becomes more objects than a manifest of its size needs, before they are made.
+
+    What its signs may stand for: a map takes 184 bytes, a list 56, an item with a short text 72, a key too.
+    """
+    needed = 184 * data.count(b"{") + 56 * data.count(b"[") + 72 * (data.count(b",") + data.count(b":"))
+    if needed > MAX_OBJECT_BYTES + MAX_OBJECT_RATIO * len(data):
+        raise FormatError(f"{MANIFEST} has more objects than one of its size needs", "bad_field")
 
 
 def shard_names(store: Store) -> list[str]:
