@@ -36,6 +36,12 @@ BLOCK_CODE_BYTES = 512 << 10
 HEADER_LEVELS, INDEX_LEVELS = MAX_NESTING + 1, MAX_NESTING + 3
 #: msgpack up to this size is unpacked at once: hostile bytes take 8 * UNWALKED_BYTES at 1,024 depths at most.
 UNWALKED_BYTES = 4096
+#: Memory that the objects of a file may take, and how much more for every byte of it: one byte of msgpack can
+#: be an empty map of 64.
+MAX_OBJECT_BYTES, MAX_OBJECT_RATIO = 48 << 20, 6
+#: Bytes of values that any header may promise, and how many more for every stored byte: rows that are not
+#: stored take none, but the ids beside them hardly less than a byte a token.
+MAX_PROMISED_BYTES, MAX_PROMISED_RATIO = 64 << 20, 16_384
 
 
 def pack(value: Any) -> bytes:
@@ -43,12 +49,14 @@ def pack(value: Any) -> bytes:
     return msgpack.packb(value, use_bin_type=True)  # type: ignore[no-any-return]
 
 
-def unpack(data: Any, what: str, levels: int = INDEX_LEVELS) -> Any:
+def unpack(data: Any, what: str, levels: int = INDEX_LEVELS, stored: int | None = None) -> Any:
     """Plain data from untrusted msgpack, in memory of its order: raises FormatError(`bad_msgpack`).
 
-    levels: so many maps and lists may lie in each other.
+    levels: so many maps and lists may lie in each other. stored: the bytes it takes in its file; those of
+    `data` where it is not compressed.
     """
     size = len(data)
+    limits: dict[str, Any] = {"max_array_len": size, "max_map_len": size}
     try:
         # unpackb allocates a list by the length it claims, at every depth: what is longer than a few bytes
         # is walked through first, without making anything.
@@ -56,14 +64,45 @@ def unpack(data: Any, what: str, levels: int = INDEX_LEVELS) -> Any:
             walk = msgpack.Unpacker(max_buffer_size=size)
             walk.feed(data)
             walk.skip()
+            limits = _Ledger(MAX_OBJECT_BYTES + MAX_OBJECT_RATIO * (stored or size)).limits()
         value = msgpack.unpackb(
             data, raw=False, strict_map_key=True, ext_hook=_refuse_extension, max_str_len=size,
-            max_bin_len=size, max_array_len=size, max_map_len=size, max_ext_len=0,
+            max_bin_len=size, max_ext_len=0, **limits,
         )  # fmt: skip
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FormatError(f"{what} is not valid msgpack: {error}", "bad_msgpack") from None
     _check_plain(value, what, levels)
     return value
+
+
+#: Bytes of an item of a list, with a short text or a number, and of an entry of a map with its key.
+_ITEM, _ENTRY = 64, 160
+
+
+class _Ledger:
+    """Adds up what the objects that msgpack makes take, about, and refuses more than a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def limits(self) -> dict[str, Any]:
+        """For `msgpack.unpackb`: the hooks are called with every map and list once it is made."""
+        longest = {"max_array_len": self._left // _ITEM, "max_map_len": self._left // _ENTRY}
+        return {"object_hook": self._map, "list_hook": self._list, **longest}
+
+    def _map(self, made: dict[str, Any]) -> dict[str, Any]:
+        # Keys that come again are one object.
+        self._spend(64 + 120 * bool(made) + len(made) * (_ITEM if len(made) <= 8 else _ENTRY))
+        return made
+
+    def _list(self, made: list[Any]) -> list[Any]:
+        self._spend(56 + _ITEM * len(made))
+        return made
+
+    def _spend(self, nbytes: int) -> None:
+        self._left -= nbytes
+        if self._left < 0:
+            raise ValueError("more objects than a file of its size needs")
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:  # noqa: ARG001
@@ -272,6 +311,8 @@ class Header:
             "tensors": [tensor.to_dict() for tensor in self.tensors.values()],
         }
         data, self.xxh3 = pack_hashed(body)
+        if reason := self._promises_too_much(len(data)):
+            raise SampleError(f"{reason}: split the sample")
         if len(data) > MAX_HEADER_BYTES:
             raise SampleError(
                 f"the header takes {len(data)} bytes, above {MAX_HEADER_BYTES}: store less metadata "
@@ -300,4 +341,15 @@ class Header:
                 raise FormatError("the sample header names a tensor twice", "bad_field")
             if "loss_mask" not in tensors and any(tensor.row_runs is not None for tensor in parsed):
                 raise FormatError("row_runs without the loss_mask that they follow from", "bad_field")
-            return cls(key, tokens, tensors, meta, found)
+            header = cls(key, tokens, tensors, meta, found)
+            if reason := header._promises_too_much(len(data)):
+                raise FormatError(reason, "bad_length")
+            return header
+
+    def _promises_too_much(self, header_bytes: int) -> str | None:
+        """What is wrong where the values of the sample are out of proportion to what is stored of them."""
+        stored = header_bytes + sum(self.member_sizes())
+        values = self.tokens * sum(tensor.spec.token_bytes for tensor in self.tensors.values())
+        if values <= MAX_PROMISED_BYTES + MAX_PROMISED_RATIO * stored:
+            return None
+        return f"{values} bytes of values are out of proportion to the {stored} bytes that are stored of them"

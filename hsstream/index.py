@@ -23,8 +23,9 @@ from hsstream.schema import DatasetInfo, Schema
 from hsstream.shard import ShardIndex
 from hsstream.table import SampleTable
 
-#: Hashes do not compress (a header's takes 8 bytes a sample), so no real index is packed further than this.
-MAX_INDEX_RATIO = 1024
+#: Hashes do not compress (a header's takes 8 bytes a sample), and the sizes of a thousand layers take 4 KB:
+#: no index above SMALL_INDEX_BYTES is packed further than so many times.
+MAX_INDEX_RATIO, SMALL_INDEX_BYTES = 128, 4 << 20
 MAX_NUMBER = 2**62
 
 
@@ -132,12 +133,12 @@ def _index_body(data: bytes, expected: str) -> dict[str, Any]:
     size, packed = (outer.get("plain_bytes"), outer.get("zstd")) if isinstance(outer, dict) else (0, None)
     if type(size) is not int or not isinstance(packed, bytes):
         raise FormatError("the consolidated index is not a map of plain_bytes and zstd", "bad_field")
-    if not 0 < size <= MAX_INDEX_RATIO * len(packed) + 4096:
+    if not 0 < size <= MAX_INDEX_RATIO * len(packed) + SMALL_INDEX_BYTES:
         raise FormatError(f"the consolidated index claims {size} plain bytes", "bad_length")
     plain = decompress_bytes(packed, size)
     if f"{digest(plain):016x}" != expected:
         raise CorruptDataError("the consolidated index does not match the hash in its name", "hash_mismatch")
-    body = unpack(plain, "the consolidated index")
+    body = unpack(plain, "the consolidated index", stored=len(data))
     if not isinstance(body, dict):
         raise FormatError("the consolidated index holds no map", "bad_field")
     check_version(body, "the consolidated index")

@@ -22,7 +22,7 @@ from hsstream.errors import (
     located,
 )
 from hsstream.facts import FACTS, FactsOverlay, check_names
-from hsstream.header import check_version
+from hsstream.header import MAX_OBJECT_BYTES, MAX_OBJECT_RATIO, check_version
 from hsstream.index import DatasetIndex, combine, index_name
 from hsstream.model_info import ModelInfo
 from hsstream.schema import DatasetInfo
@@ -99,6 +99,7 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
 
 
 def _parse_manifest(data: bytes) -> dict[str, Any]:
+    _check_objects(data)
     try:
         manifest = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -124,6 +125,16 @@ def _read_parsed(store: Store, name: str, limit: int, parse: Callable[[bytes], P
                 raise
             before = data
     return parse(store.read_all(name, limit))
+
+
+def _check_objects(data: bytes) -> None:
+    """Refuse JSON that becomes more objects than a manifest of its size needs, before they are made.
+
+    What its signs may stand for: a map takes 184 bytes, a list 56, an item with a short text 72, a key too.
+    """
+    needed = 184 * data.count(b"{") + 56 * data.count(b"[") + 72 * (data.count(b",") + data.count(b":"))
+    if needed > MAX_OBJECT_BYTES + MAX_OBJECT_RATIO * len(data):
+        raise FormatError(f"{MANIFEST} has more objects than one of its size needs", "bad_field")
 
 
 def shard_names(store: Store) -> list[str]:

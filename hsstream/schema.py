@@ -8,6 +8,7 @@ data set's (SchemaMismatchError, naming the field), a block that FORMAT.md does 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class TensorSpec:
         for extent in inner[:-1]:
             vectors *= extent
         return vectors, (inner[-1] if inner else 1)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of the values of one token."""
+        return math.prod(self.trailing) * self.dtype.itemsize
 
     @cached_property
     def row_bytes(self) -> tuple[int, int]:

@@ -22,6 +22,10 @@ from hsstream.header import MAX_HEADER_BYTES, MAX_MEMBER_BYTES, column
 from hsstream.sample import MAX_TOKENS, Sample
 
 TAR_BLOCK = 512
+#: A header of 1 MiB has 12 bytes for a block, and every member has one.
+MAX_MEMBERS = MAX_HEADER_BYTES // 12
+#: Sizes of members that are added up at once: temporaries of a whole table would take a multiple of it.
+SPAN_NUMBERS = 1 << 18
 MAX_KEY = 56
 KEY_TEXT = re.compile(rb"[A-Za-z0-9_-]*")
 COLUMN_TYPES = ("<u1", "<u2", "<u4", "<u8")
@@ -96,8 +100,11 @@ class SampleTable:
     @cached_property
     def spans(self) -> NDArray[np.int64]:
         """Bytes of each sample in its tar, with headers and padding: [N]."""
-        result: NDArray[np.int64] = (TAR_BLOCK + _padded(self.sizes)).sum(axis=1)
-        return result
+        spans = np.full(len(self), TAR_BLOCK * self.sizes.shape[1], np.int64)
+        rows = max(1, SPAN_NUMBERS // self.sizes.shape[1])
+        for start in range(0, len(self), rows):
+            spans[start : start + rows] += _padded(self.sizes[start : start + rows]).sum(axis=1)
+        return spans
 
     def member_starts(self, sample: int) -> list[int]:
         """Where in the shard the payload of each member of a sample begins, M of them."""
@@ -139,7 +146,7 @@ class SampleTable:
         if not isinstance(data, Mapping) or type(count) is not int or count < 0:
             raise FormatError("an index lacks its columns or their length", "bad_field")
         members = data.get("members")
-        if type(members) is not int or not 1 <= members <= 1 << 20:
+        if type(members) is not int or not 1 <= members <= MAX_MEMBERS:
             raise FormatError(f"an index has {members!r:.80} members a sample", "bad_field")
         numbers = {name: _unpack_numbers(data.get(name), count, name) for name in NUMBERS}
         hashes = {name: column(data.get(name), "<u8", count, name) for name in HASHES}
