@@ -1,8 +1,8 @@
 """Is the capture right? A wrong one trains without a word.
 
 In: a data set and the folder of the model that it was captured from. Out: a `Report`: what is wrong, with
-the states and samples it was seen in, how well the stored states predict the stored tokens beside the model's
-own, and what could not be checked.
+the states and samples it was seen in, how well the stored states predict the stored tokens beside the
+model's own, and what could not be checked.
 
 ::
 

@@ -17,9 +17,10 @@ import torch
 from hsstream.errors import SampleError
 from hsstream.reader import ShardReader
 from hsstream.runs import reachable_runs
-from hsstream.sample import HIDDEN_STATES
+from hsstream.sample import HIDDEN_STATES, Sample
+from hsstream.schema import DatasetInfo
 
-IDS, MASK, LAST = "input_ids", "loss_mask", "last_hidden_state"
+IDS, MASK, AUX, LAST = "input_ids", "loss_mask", *HIDDEN_STATES
 #: What can be compared with the model.
 STATES = (*HIDDEN_STATES, "target_topk_logits")
 #: Rows at the end of a long sample that are looked at beside those at its beginning.
@@ -81,27 +82,22 @@ def pieces(reader: ShardReader, number: int, tokens: int) -> list[Piece]:
     return found
 
 
-def zero_states(reader: ShardReader, number: int, tokens: int) -> tuple[str, list[str]]:
-    """(key, names of the states with rows that are all zero, among the rows that the data set has to
-    hold)."""
-    info = reader.index.info
-    names = [name for name in HIDDEN_STATES if name in info.schema.by_name]
-    part = info.last_rows != "all" and MASK in info.schema.by_name
-    sample = reader.read(number, slice(0, tokens), [*names, *([MASK] if part else [])])
+def zero_states(sample: Sample, info: DatasetInfo) -> list[str]:
+    """Names of the states with rows that are all zero, among the rows that the data set has to hold."""
     wanted = torch.ones(sample.tokens, dtype=torch.bool)
-    if part:
+    if info.last_rows != "all" and MASK in sample.tensors:
         wanted[:] = False
         # The mask behind the rows that were read may reach more of them, never fewer.
         for first, count in reachable_runs(sample.tensors[MASK], info.ttt_length or 0).tolist():
             wanted[first : first + count] = True
     found = []
-    for name in names:
+    for name in (name for name in HIDDEN_STATES if name in sample.tensors):
         zero = (sample.tensors[name] == 0).all(dim=-1)
         for layer, rows in enumerate(zero.unbind(1) if zero.ndim > 1 else [zero]):
             due = wanted if name == LAST else torch.ones_like(wanted)
             if bool((rows & due).any()):
                 found.append(f"{name}[{layer}]" if zero.ndim > 1 else name)
-    return sample.key, found
+    return found
 
 
 def stored(piece: Piece) -> Piece:

@@ -28,18 +28,19 @@ LEAST_GAIN = 1.0
 POOL = 256
 #: Bounds of `by_position`.
 POSITIONS = (16, 64, 256, 1024, 4096)
-#: What is noted then; the model itself, if it is run, knows better.
-UNPREDICTED = "the states predict the tokens after them no better"
 #: Sources that get a line of their own.
 SOURCES = 20
 
 
 class Fits:
-    """The head's judgement of some samples. tokens: rows of each that are read."""
+    """The head's judgement of some samples. tokens: rows of each that are read. findings, notes: of all
+    samples together, where the model itself does not know better."""
 
     def __init__(self, reader: ShardReader, lens: Lens, report: Report, tokens: int) -> None:
         self._reader, self._lens, self._report, self._tokens = reader, lens, report, tokens
         self._normed = True
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []
 
     def run(self, numbers: Sequence[int], progress: Callable[[int], None]) -> dict[str, Finding]:
         """Fill in the report's figures. Out: a finding for every suspected sample, by its key."""
@@ -68,7 +69,7 @@ class Fits:
             )
         elif declared != found:
             message = f"last_hidden_state is said to be {declared}-norm, it is {found}-norm"
-            self._report.findings.append(Finding("norm", message))
+            self.findings.append(Finding("norm", message))
 
     def _states(self, piece: Piece) -> torch.Tensor:
         """After the norm."""
@@ -99,9 +100,10 @@ class Fits:
     def _judge(self, fits: Sequence[Fit]) -> dict[str, Finding]:
         usual = judge.typical(fits)
         if usual < LEAST_GAIN:
-            self._report.notes.append(
-                f"{UNPREDICTED} than any others ({usual:.2f} nats): tokens that nobody can predict, or "
-                "states of another model, of other tokens, or of a layer far from the last"
+            self.notes.append(
+                f"the states predict the tokens after them no better than any others ({usual:.2f} nats): "
+                "nobody can predict them, or the states are of another model, of other tokens, or of a layer "
+                "far from the last"
             )
             return {}
         by_key: dict[str, list[Fit]] = {}

@@ -86,8 +86,9 @@ def judge(samples: Iterable[tuple[str, Any, Sequence[int]]], tokens: Tokens) -> 
             bare.append((key, ids))
     if count and len(bare) == count:
         return Result([Finding("mask", "no token of any sample is supervised")])
-    result = _by_template(found, tokens.template) or _learned(found, tokens)
-    result.findings += _unsupervised(bare, tokens.template)
+    known = _by_template(found, tokens.template)
+    result = known or _learned(found, tokens)
+    result.findings += _unsupervised(bare, tokens.template if known is not None else None)
     return result
 
 
@@ -141,7 +142,8 @@ def _by_template(found: Sequence[Span], template: Template | None) -> Result | N
         result.findings.append(Finding("mask", "the supervised spans are the user's turns"))
         return result
     begins = [_nearest(turns[span.key].starts, span.start) for span in found]
-    usual = _usual(begins, [span.before(0) for span in found])
+    stops = [_nearest(turns[span.key].ends + 1, span.stop) for span in found]
+    usual = _usual(begins, stops, [span.before(0) for span in found])
     if usual != 0:
         result.findings.append(Finding("mask", _beside(usual, "the assistant's header")))
     result.findings += _strays(found, begins, usual)
@@ -158,14 +160,16 @@ def _nearest(places: np.ndarray[Any, np.dtype[np.int64]], start: int) -> int:
     return distance if abs(distance) <= FARTHEST else FARTHEST + 1
 
 
-def _usual(offsets: Sequence[int], before: Sequence[int | None]) -> int:
-    """The most frequent offset; 0 where the template puts constant tokens (a tag for reasoning) in
-    between."""
-    offset, count = Counter(offsets).most_common(1)[0]
-    if not 0 < offset <= FARTHEST:
+def _usual(begins: Sequence[int], stops: Sequence[int], before: Sequence[int | None]) -> int:
+    """The most frequent offset of beginnings; 0 where the template puts constant tokens (a tag for reasoning)
+    in between and the ends are not moved along."""
+    offset, count = Counter(begins).most_common(1)[0]
+    if not 0 < offset <= FARTHEST or Counter(stops).most_common(1)[0][0] == offset:
         return offset
-    token, same = Counter(t for o, t in zip(offsets, before, strict=True) if o == offset).most_common(1)[0]
-    return 0 if token is not None and count >= FEWEST_SPANS and same >= AGREE * count else offset
+    same = Counter(token for at, token in zip(begins, before, strict=True) if at == offset).most_common(1)[0][
+        1
+    ]
+    return 0 if same >= AGREE * count else offset
 
 
 def _beside(offset: int, what: str) -> str:

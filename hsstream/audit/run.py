@@ -4,7 +4,7 @@ In: a root, a model's folder, `Settings`. Out: a `Report`. Refused: what `choose
 refuse. What cannot be checked (states where the model cannot be run, masks without a template) becomes a
 note.
 
-Two stages judge the states. The head alone reads many samples (`_Fits`); the model itself is run on some,
+Two stages judge the states. The head alone reads many samples (`fits`); the model itself is run on some,
 those that the head suspects among them, and what it says of a sample counts more: only it knows which
 tokens cannot be predicted.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hsstream.audit import choose, masks, probe, template
-from hsstream.audit.fits import UNPREDICTED, Fits
+from hsstream.audit.fits import Fits
 from hsstream.audit.lens import Lens
 from hsstream.audit.report import Finding, Report
 from hsstream.audit.states import Comparison, Gathered
@@ -87,21 +87,31 @@ class _Audit:
         numbers = choose.numbers(len(self._reader), self._settings.samples)
         self._report.samples = len(numbers)
         self._progress = progress or (lambda _done, _all: None)
-        self._zeros(numbers)
+        fits = Fits(self._reader, self._lens, self._report, self._settings.tokens)
         by_head: dict[str, Finding] = {}
         if choose.LAST in self._info.schema.by_name:
-            fits = Fits(self._reader, self._lens, self._report, self._settings.tokens)
             by_head = fits.run(numbers, lambda done: self._progress(done, 2 * len(numbers)))
-        compared = self._compare(numbers, by_head)
-        self._combine(by_head, compared)
+        gathered = self._compare(numbers, by_head)
+        self._zeros(numbers, gathered)
+        if gathered is None:
+            self._report.findings += [*fits.findings, *_grouped(by_head)]
+            self._report.notes = [*self._report.notes, *fits.notes]
+        else:
+            self._combine(fits, by_head, gathered)
         self._masks()
         return self._report
 
-    def _zeros(self, numbers: Sequence[int]) -> None:
-        """Rows without values."""
+    def _zeros(self, numbers: Sequence[int], gathered: Gathered | None) -> None:
+        """Rows without values, of the samples that were looked at and of all rows that were compared."""
         by_state: dict[str, list[str]] = {}
+        compared = {} if gathered is None else gathered.zeros
         for number in numbers:
-            key, names = choose.zero_states(self._reader, number, self._settings.tokens)
+            key = self._reader.index.table.key(number)
+            names = compared.get(key)
+            if names is None:
+                names = choose.zero_states(
+                    self._reader.read(number, slice(0, self._settings.tokens)), self._info
+                )
             for name in names:
                 by_state.setdefault(name, []).append(key)
         for name, keys in by_state.items():
@@ -128,8 +138,9 @@ class _Audit:
         return None
 
     def _run(self, numbers: Sequence[int], by_head: Mapping[str, Finding]) -> Gathered:
-        name = next(name for name in choose.STATES[::-1] if name in self._info.schema.by_name)
-        dtype = self._info.schema.by_name[name].dtype
+        specs = self._info.schema.by_name
+        spec = specs.get(choose.LAST) or specs.get(choose.AUX)
+        dtype = torch.bfloat16 if spec is None else spec.dtype
         model = self._load(self._model, dtype, self._settings.device)
         table = self._reader.index.table
         chosen = self._chosen(numbers, model.max_tokens)
@@ -139,10 +150,9 @@ class _Audit:
         for done, number in enumerate(chosen):
             comparison.add(number)
             self._progress(len(chosen) + done + 1, 2 * len(chosen))
-        cut = sum(table.tokens[n] > model.max_tokens for n in chosen)
-        if cut:
+        if cut := comparison.found.cut:
             self._report.notes.append(
-                f"of {cut} long samples only the first {model.max_tokens} tokens were compared"
+                f"of {len(cut)} long samples only the first {model.max_tokens} tokens were compared"
             )
         return comparison.found
 
@@ -158,21 +168,19 @@ class _Audit:
                 break
         return found
 
-    def _combine(self, by_head: dict[str, Finding], gathered: Gathered | None) -> None:
+    def _combine(self, fits: Fits, by_head: dict[str, Finding], gathered: Gathered) -> None:
         """Findings of both stages, each fault once: what the model says of a sample counts more."""
-        if gathered is None:
-            self._report.findings += _grouped(by_head)
-            return
         report, compared = self._report, verdict(gathered)
         report.layers = compared.layers
         report.compared = {"samples": len(gathered.keys), "tokens": gathered.tokens}
         report.own = gathered.own.to_dict() if gathered.own.tokens else None
-        report.notes = [n for n in report.notes if not n.startswith(UNPREDICTED)] + compared.notes
+        report.notes += compared.notes
         if compared.norm is not None:
             report.norm["found"] = compared.norm
-            report.findings = [each for each in report.findings if each.kind != "norm"]
-        cleared = {key for key in gathered.keys if key not in compared.wrong or key in compared.named}
-        heads = {key: finding for key, finding in by_head.items() if key not in cleared}
+        else:
+            report.findings += fits.findings
+        right = set(gathered.keys) - compared.wrong - gathered.cut
+        heads = {k: finding for k, finding in by_head.items() if k not in right | compared.named}
         report.findings += _grouped(heads)
         report.findings += [left for each in compared.findings if (left := _without(each, heads)) is not None]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hsstream.audit import compare, explain, probe
+from hsstream.audit.choose import zero_states
 from hsstream.audit.compare import Rows
 from hsstream.audit.explain import Cause
 from hsstream.audit.lens import Lens
@@ -49,10 +50,14 @@ class Seen:
 
 @dataclass
 class Gathered:
-    """Everything that samples showed. layers: L; seen, first: for each state, of every sample, and the
-    model's own first rows by key; own, stored: figures of the model's states, as the codec gives them back,
-    and of the stored ones, on the same tokens; more_nats: the difference, a token; teacher: (key, distance in
-    nats) of samples whose sparse teacher is wrong."""
+    """Everything that samples showed.
+
+    layers: L; seen, first: for each state, of every sample, and the model's own first rows by key; zeros:
+    names of its states with rows of zeros, by key; cut: keys of samples of which only the beginning was
+    compared; beyond: facts that this model cannot have; own, stored: figures of the model's states, as the
+    codec gives them back, and of the stored ones, on the same tokens; more_nats: the difference, a token;
+    teacher: (key, distance in nats) of samples whose sparse teacher is wrong.
+    """
 
     layers: int
     states: list[State]
@@ -60,6 +65,9 @@ class Gathered:
     tokens: int = 0
     seen: list[list[Seen]] = field(default_factory=list)
     first: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    zeros: dict[str, list[str]] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)
+    beyond: list[str] = field(default_factory=list)
     own: Figures = field(default_factory=Figures)
     stored: Figures = field(default_factory=Figures)
     more_nats: list[torch.Tensor] = field(default_factory=list)
@@ -79,6 +87,16 @@ class Comparison:
         self.found = Gathered(model.layers, self.states)
         self.found.seen = [[] for _ in self.states]
         self.found.first = [{} for _ in self.states]
+        self.found.beyond = list(self._beyond())
+
+    def _beyond(self) -> Iterator[str]:
+        """Facts of another model."""
+        layers, said = self._model.layers, self._facts.num_layers
+        if said is not None and said != layers:
+            yield f"the data set is said to be of a model of {said} layers, this one has {layers}"
+        for state, layer in zip(self.states, self._facts.aux_layer_ids or (), strict=False):
+            if state.layer is not None and not self._aux_places(layer, None):
+                yield f"{state.name} is said to be layer {layer}, the model has {layers}"
 
     def _declared(self) -> Iterator[State]:
         """Every stored state of a token, the last one last."""
@@ -120,6 +138,9 @@ class Comparison:
         rounded = self._model.rounded(ids)
         self.found.keys.append(sample.key)
         self.found.tokens += len(ids)
+        self.found.zeros[sample.key] = zero_states(sample, self._info)
+        if self._reader.index.table.tokens[number] > len(ids):
+            self.found.cut.add(sample.key)
         stored = [self._stored(sample, state) for state in self.states]
         tables = [
             compare.by_place(values, own, rows, None if state.layer is not None else self._norm)

@@ -30,8 +30,9 @@ DEFAULT_LAYERS = 3
 
 @dataclass
 class Compared:
-    """layers: a line for each state, for the report; wrong: keys of samples with a wrong state; norm: how the
-    last state was captured, None where that is not seen."""
+    """layers: a line for each state, for the report; wrong: keys of samples with a wrong state, named: of
+    those of which it is known what they are instead; norm: how the last state was captured, None where that
+    is not seen."""
 
     findings: list[Finding] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
@@ -69,6 +70,7 @@ class _Verdict:
             result.wrong |= keys
             result.named |= keys if kind != "states" else set()
             result.findings += self._findings(kind, text, cases)
+        result.findings += [Finding("layer", text) for text in self._found.beyond]
         result.findings += [*self._undeclared(), *self._teacher_finding()]
         if not result.findings:
             result.findings += self._nats_finding()
@@ -76,15 +78,16 @@ class _Verdict:
         return result
 
     def _pool(self, seen: Sequence[Seen]) -> None:
-        """What no sample shows by itself, all may show together."""
-        rows = [each.rows for each in seen]
-        if not rows or any(each.cause is not None for each in seen):
+        """What no sample shows by itself all may show together, and what most show holds for the others."""
+        unknown = [each for each in seen if each.cause is None or each.cause.kind == "states"]
+        found = sum(each.cause is not None for each in seen)
+        if not seen or len(unknown) < len(seen) or 0 < 2 * found <= len(seen):
             return
         names = ("errors", "codec", "noise", "sizes")
-        parts = [torch.cat([getattr(each, name) for each in rows]) for name in names]
+        parts = [torch.cat([getattr(each.rows, name) for each in seen]) for name in names]
         if len(parts[0]) and compare.is_beyond(*parts):
             for each in seen:
-                each.cause = Cause("states", explain.UNKNOWN, float(each.rows.errors.median()))
+                each.cause = Cause("states", explain.UNKNOWN, _median(each.rows.errors.tolist()))
 
     def _places_agree(self, seen: Sequence[Seen]) -> None:
         """Where several places are allowed, all samples have to be of one."""
@@ -93,9 +96,7 @@ class _Verdict:
             return
         usual = max(sorted(set(places)), key=places.count)
         for each in seen:
-            if each.place != usual and float(each.table[each.place]) < explain.MUCH_LESS * float(
-                each.table[usual]
-            ):
+            if each.place != usual and _is_other(each.rows, each.table, usual):
                 text = f"{explain.place_name(each.place, self._found.layers)}, in most samples it is "
                 text += explain.place_name(usual, self._found.layers)
                 each.cause = Cause("layer", text, float(each.table[each.place]))
@@ -124,8 +125,8 @@ class _Verdict:
     def _undeclared(self) -> Iterator[Finding]:
         """Captured layers of which nobody says what they are: known now, and judged by what trainers take."""
         states = [state for state in self._found.states if state.layer is not None]
-        lines = [each for each in self.result.layers if each["name"] != LAST]
-        if not states or any(state.places for state in states):
+        lines, seen = self.result.layers[: len(states)], self._found.seen[: len(states)]
+        if not states or any(state.places for state in states) or self._found.beyond:
             return
         far = [each for each in lines if each["error"] > FAR]
         for each in far:
@@ -136,7 +137,10 @@ class _Verdict:
         said = (
             f"the data set does not say which layers {AUX} holds: the outputs of {', '.join(map(str, found))}"
         )
-        if len(found) == DEFAULT_LAYERS and 1 < usual[1] < usual[2] and found != usual and not far:
+        others = len(found) == DEFAULT_LAYERS and 1 < usual[1] < usual[2] and not far
+        if others and any(
+            _is_usually_other(each, layer + 1) for each, layer in zip(seen, usual, strict=True)
+        ):
             trainers = f"where trainers expect those of {', '.join(map(str, usual))}"
             yield Finding("layer", f"{said}, {trainers}: record aux_layer_ids")
         else:
@@ -174,7 +178,7 @@ class _Verdict:
 
     def _line(self, state: State, seen: Sequence[Seen]) -> dict[str, Any]:
         """Layers are counted from 0, -1 is the embedding; the last one may be before or after the norm."""
-        table = torch.stack([each.table for each in seen]).median(dim=0).values
+        table = _table(seen)
         place, layers = int(table.argmin()), self._found.layers
         declared = None if len(state.places) != 1 else min(state.places[0], layers) - 1
         if state.layer is None:
@@ -216,6 +220,26 @@ def _agree(seen: Sequence[Seen]) -> None:
     if 2 * count > len(causes):
         for each, cause in zip(seen, causes, strict=True):
             each.cause = replace(cause, kind=kind, text=text)
+
+
+def _table(seen: Sequence[Seen]) -> torch.Tensor:
+    """Error at every place, [L + 2]: the median over samples that have rows."""
+    return torch.stack([each.table for each in seen]).nanmedian(dim=0).values
+
+
+def _is_other(rows: Rows, table: torch.Tensor, place: int) -> bool:
+    """Whether rows are surely not of this place: it leaves more than is explained, another one much less."""
+    enough = len(rows.rows) >= explain.MIN_ROWS
+    beyond = enough and float(table[place]) > 2 * float(rows.explained.median())
+    return beyond and float(table.min()) < explain.MUCH_LESS * float(table[place])
+
+
+def _is_usually_other(seen: Sequence[Seen], place: int) -> bool:
+    """Whether that is so in most samples that say anything."""
+    said = [
+        _is_other(each.rows, each.table, place) for each in seen if len(each.rows.rows) >= explain.MIN_ROWS
+    ]
+    return 2 * sum(said) > len(said)
 
 
 def _of_wrong(rows: Rows, values: torch.Tensor) -> torch.Tensor:

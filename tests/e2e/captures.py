@@ -341,7 +341,7 @@ WRONG: dict[str, Wrong] = {
     "attended pads": Wrong(every(attended_pads(20)), STATES, LAST),
     "attended pads of one": Wrong(every(attended_pads(20), [2]), STATES, LAST, (2,)),
     "chunks of 64": Wrong(every(chunks(64), [0, 4]), PREFIX, LAST, (0, 4)),
-    "fp8 twice": Wrong(every(eight_bits(torch.float8_e4m3fn)), STATES, LAST, codec="fp8"),
+    "fp8 twice": Wrong(every(eight_bits(torch.float8_e4m3fn)), STATES, AUX, codec="fp8"),
     "e5m2 without scales": Wrong(every(eight_bits(torch.float8_e5m2, scaled=False)), STATES, LAST),
     "rows exchanged": Wrong(every(last(exchanged), [1, 2]), STATES, LAST, (1, 2)),
     "mask one late": Wrong(every(mask(lambda x: x.roll(1))), MASKS),

@@ -233,6 +233,21 @@ def test_states_of_a_sample_that_is_not_there_are_suspect_too(tmp_path: Path, fo
     assert "do not belong to their tokens" in report.findings[0].message
 
 
+def test_tokens_off_by_one_are_seen_where_words_come_again(tmp_path: Path, folder: Path) -> None:
+    """Each token stands twice, so that states that are moved by one are right at every other place."""
+    made = toy(folder)
+    head, norm = Lens(folder).head, FinalNorm(folder)
+    for number, each in enumerate(made.values()):
+        ids = each["input_ids"][:60].repeat_interleave(2)
+        noise = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(number))
+        each["input_ids"], each["loss_mask"] = ids, torch.ones(len(ids), dtype=torch.uint8)
+        each["last_hidden_state"] = norm(head[torch.roll(ids, -1)] + 0.5 * noise).bfloat16()
+    assert audited(write(tmp_path / "right", made), folder).ok
+    shift_quarter(made)
+    report = audited(write(tmp_path / "wrong", made), folder)
+    assert (kinds(report), report.suspects) == (["shift"], ["s00", "s04", "s08"])
+
+
 def test_the_end_of_a_long_sample_is_looked_at(tmp_path: Path, folder: Path) -> None:
     made = toy(folder, 400)
     other = made["s01"]["last_hidden_state"].clone()
@@ -434,8 +449,8 @@ def two_swapped(capture: Capture, made: dict[str, Tensors]) -> None:
 
 def prefix_missing(capture: Capture, made: dict[str, Tensors]) -> None:
     key = list(made)[4]
-    kept = len(made[key]["input_ids"]) - 64
-    states = {name: made[key][name][64:] for name in ("aux_hidden_states", "last_hidden_state")}
+    kept = len(made[key]["input_ids"]) - 32
+    states = {name: made[key][name][32:] for name in ("aux_hidden_states", "last_hidden_state")}
     made[key] = {name: value[:kept] for name, value in made[key].items()} | states
 
 
