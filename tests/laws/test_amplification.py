@@ -139,7 +139,7 @@ def never_stored(shard: Shard) -> None:
     shard.members["s0.last_hidden_state.bin"] = b""
     entry = next(each for each in shard.index["dataset"]["tensors"] if each["name"] == "last_hidden_state")
     entry["shape"] = [4096]
-    shard.index["dataset"] |= {"last_rows": "supervised", "ttt_length": 1}
+    shard.index["dataset"] |= {"last_rows": "supervised", "ttt_length": 1, "model": None}
     shard.index["features"] = ["row_runs"]
     one = {name: numbers([0]) for name in ("supervised", "supervised_first", "supervised_last")}
     shard.index["columns"] |= one | {"tokens": numbers([TOKENS]), "ids_xxh3": bytes(8)}
