@@ -23,7 +23,7 @@ def add_parser(commands: Commands) -> None:
     add = parser.add_argument
     add("root", metavar="ROOT", help="directory or URL")
     add("target", metavar="DST", type=local_path, help="directory to write into")
-    add("--to", required=True, choices=tuple(FORMATS), help="layout of the files")
+    add("--to", required=True, metavar="FORMAT", help=f"layout of the files: {', '.join(FORMATS)}")
     add("--to-post-norm", metavar="MODEL", type=local_path, help="apply the final norm of this model folder")
     add(
         "--model",

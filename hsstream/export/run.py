@@ -18,6 +18,7 @@ from hsstream.ordered import ordered
 from hsstream.reader import ShardReader
 from hsstream.storage import local_path
 
+NO_EAGLE3 = "NeMo's caches for EAGLE-3 hold probabilities over a draft vocabulary, there is no export to them"
 #: progress(stored bytes done, in all).
 Progress = Callable[[int, int], None]
 
@@ -64,7 +65,8 @@ def export(
         StorageError: `target` cannot be written; StorageFullError where there is no space left.
     """
     if to not in FORMATS:
-        raise SampleError(f"unknown format {to!r}: choose one of {', '.join(FORMATS)}")
+        why = f"; {NO_EAGLE3}" if to.startswith("nemo") else ""
+        raise SampleError(f"unknown format {to!r}: choose one of {', '.join(FORMATS)}{why}")
     folder = local_path(target)
     reader = ShardReader(root, storage_options)
     norm = None if to_post_norm is None else FinalNorm(to_post_norm)

@@ -400,6 +400,7 @@ def _change(made: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tenso
         ("modelopt", "post", "extra", "no place for router"),
         ("modelopt", "post", "last_hidden_state", "Model-Optimizer needs last_hidden_state"),
         ("nothing", "pre", "none", "unknown format 'nothing'"),
+        ("nemo", "pre", "none", "unknown format 'nemo': choose .*caches for EAGLE-3 hold probabilities"),
     ],
 )
 def test_what_a_format_cannot_say_is_refused_before_anything_is_written(
@@ -464,6 +465,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "wrote 2 samples, 11 tokens" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "y"), "--to", "speculators"]) == 2
     assert "a norm cannot be undone" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "y"), "--to", "nemo"]) == 2
+    assert "choose one of specforge, " in capsys.readouterr().err
 
 
 # --- a place that is taken, or full
