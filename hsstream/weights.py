@@ -16,15 +16,14 @@ import torch
 from hsstream.errors import SampleError
 from hsstream.storage import local_path
 
-#: An lm_head under its own name, else tied to the embedding.
-LM_HEAD_NAMES = (
-    "lm_head.weight",
-    "language_model.lm_head.weight",
+EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
     "transformer.wte.weight",
 )
+#: An lm_head under its own name, else tied to the embedding.
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
 INDEX = "model.safetensors.index.json"
 
 

@@ -12,7 +12,7 @@ from hsstream.cli.arguments import Commands, Parser, positive, storage_option, s
 from hsstream.cli.estimate import number
 from hsstream.cli.output import count, counted, echo, echo_json, size
 from hsstream.cli.progress import Bar
-from hsstream.export import FORMATS, SHARD_BYTES, export
+from hsstream.export import FORMATS, export
 from hsstream.storage import local_path
 
 
@@ -23,16 +23,16 @@ def add_parser(commands: Commands) -> None:
     add = parser.add_argument
     add("root", metavar="ROOT", help="directory or URL")
     add("target", metavar="DST", type=local_path, help="directory to write into")
-    add("--to", required=True, choices=tuple(FORMATS), help="layout of the files")
+    add("--to", required=True, metavar="FORMAT", help=f"layout of the files: {', '.join(FORMATS)}")
     add("--to-post-norm", metavar="MODEL", type=local_path, help="apply the final norm of this model folder")
-    add("--overwrite", action="store_true", help="remove an earlier export from DST first")
     add(
-        "--shard-bytes",
-        metavar="BYTES",
-        type=number,
-        default=SHARD_BYTES,
-        help="size of deepspec's shards: 64 GiB unless given",
+        "--model",
+        metavar="FOLDER",
+        type=local_path,
+        help="nemo-dspark: takes embeddings and head from it",
     )
+    add("--overwrite", action="store_true", help="remove an earlier export from DST first")
+    add("--shard-bytes", metavar="BYTES", type=number, help="deepspec: size of a shard, 64 GiB unless given")
     add("--workers", metavar="N", type=positive, default=2, help="files written side by side")
     add("--json", action="store_true", help="one JSON document on stdout, nothing else")
     add("--storage-option", metavar="KEY=VALUE", action="append", default=[], type=storage_option)
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             args.target,
             args.to,
             to_post_norm=args.to_post_norm,
+            model=args.model,
             shard_bytes=args.shard_bytes,
             workers=args.workers,
             overwrite=args.overwrite,

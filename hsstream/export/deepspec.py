@@ -17,54 +17,30 @@ import torch
 from numpy.typing import NDArray
 
 from hsstream.errors import SampleError
-from hsstream.export.layout import AUX, LAST, Layout, temporary
-from hsstream.model_info import layer_outputs
+from hsstream.export.cache import Cache
+from hsstream.export.layout import AUX, LAST, temporary
 from hsstream.sample import Sample
+from hsstream.schema import TensorSpec
 from hsstream.sources.deepspec import RECORD, SAID
 
+#: DeepSpec's own limit of a shard, unless an export says otherwise.
+SHARD_BYTES = 64 << 30
 INDEX, MANIFEST = "samples.idx", "manifest.json"
 MAX_ID = torch.iinfo(torch.int32).max
 
 
-class ToDeepSpec(Layout):
+class ToDeepSpec(Cache):
     """Samples behind one another, without padding; a shard ends before the sample that it has no room for."""
 
-    norm = "post"
-    many = True
+    program = "DeepSpec"
     beside = (INDEX, MANIFEST)
+    uses = frozenset(("--shard-bytes",))
 
-    def check(self) -> None:
-        """Both kinds of states, in bfloat16 and of one width, with the facts that the manifest needs."""
-        super().check()
-        self._only(AUX, LAST)
-        specs = self._reader.index.info.schema.by_name
-        missing = sorted({AUX, LAST} - specs.keys())
-        if missing:
-            raise SampleError(f"DeepSpec needs {', '.join(missing)}, which this data set does not have")
-        for name in (AUX, LAST):
-            if specs[name].dtype is not torch.bfloat16:
-                raise SampleError(f"DeepSpec has states in bfloat16, {name} is {specs[name].dtype}")
-        if specs[AUX].trailing[-1:] != specs[LAST].trailing:
-            raise SampleError("DeepSpec has states of one width: these differ")
-        if self._model.name is None:
-            raise SampleError(
-                "DeepSpec compares the name of the model with its config's, and this data set does not say "
-                "it: hsstream facts ROOT --set name=MODEL"
-            )
-        self._check_layers(specs[AUX].layers)
-
-    def _check_layers(self, count: int | None) -> None:
-        if self._layers is None:
-            raise SampleError(
-                "DeepSpec compares the captured layers with its config's, and this data set does not say "
-                "which they are: hsstream facts ROOT --set aux_layer_ids=1,14,26 "
-                "--set layer_id_convention=layer_output_0based"
-            )
-        if len(self._layers) != count or list(self._layers) != sorted(set(self._layers)):
-            raise SampleError(
-                f"DeepSpec has layers in ascending order, the {count} of this data set are "
-                f"{', '.join(map(str, self._layers))}"
-            )
+    def _check_states(self, aux: TensorSpec, last: TensorSpec) -> None:
+        for spec in (aux, last):
+            if spec.dtype is not torch.bfloat16:
+                raise SampleError(f"DeepSpec has states in bfloat16, {spec.name} is {spec.dtype}")
+        super()._check_states(aux, last)
 
     def path(self, number: int, key: str) -> Path:  # noqa: ARG002
         """`shard-00000.bin`."""
@@ -110,23 +86,13 @@ class ToDeepSpec(Layout):
             "git_sha": None,
         }
 
-    @property
-    def _layers(self) -> tuple[int, ...] | None:
-        """The captured layers, as outputs of decoder layers counted from 0."""
-        ids, convention = self._model.aux_layer_ids, self._model.layer_id_convention
-        return None if ids is None or convention is None else layer_outputs(ids, convention)
-
-    @property
-    def _width(self) -> int:
-        return self._reader.index.info.schema.by_name[LAST].trailing[0]
-
     @cached_property
     def _records(self) -> NDArray[Any]:
         """The index: which shard every sample is in, and where its arrays begin."""
         layers = self._reader.index.info.schema.by_name[AUX].layers or 0
         tokens = np.asarray(self._reader.index.table.tokens, np.int64)
         widths = np.array((4, 1, 1, 2 * self._width * layers, 2 * self._width), np.int64)
-        shards, starts = _placed((tokens * widths.sum()).tolist(), self._shard_bytes)
+        shards, starts = _placed((tokens * widths.sum()).tolist(), self._shard_bytes or SHARD_BYTES)
         records = np.zeros(len(tokens), RECORD)
         records["sample_id"], records["tokens"] = np.arange(len(tokens)), tokens
         records["shard_id"] = shards

@@ -17,6 +17,7 @@ import torch
 from hsstream.errors import SampleError
 from hsstream.export.deepspec import ToDeepSpec
 from hsstream.export.layout import AUX, LAST, Layout
+from hsstream.export.nemo import ToNemoDSpark
 from hsstream.export.place import ARROW, STATES
 from hsstream.sample import Sample
 from hsstream.sources.arrow import write_rows
@@ -174,6 +175,7 @@ FORMATS: Mapping[str, type[Layout]] = {
     "speculators": ToSpeculators,
     "modelopt": ToModelOpt,
     "deepspec": ToDeepSpec,
+    "nemo-dspark": ToNemoDSpark,
     "safetensors": ToSafetensors,
 }
 

@@ -25,8 +25,6 @@ from hsstream.sample import ModelInfo, Sample
 from hsstream.storage.posix import typed
 
 AUX, LAST = "aux_hidden_states", "last_hidden_state"
-#: Of a file that holds many samples, unless an export says otherwise; DeepSpec's own limit.
-SHARD_BYTES = 64 << 30
 _NUMBERED = re.compile(r"(?:data|hs)_(\d{1,9})")
 
 
@@ -39,16 +37,19 @@ class Layout(ABC):
     """Whether a file may hold several samples."""
     beside: tuple[str, ...] = ()
     """Files that `finish` writes beside the samples."""
+    uses: frozenset[str] = frozenset()
+    """Options of some formats that mean something to this one."""
 
     def __init__(
         self,
         reader: ShardReader,
         target: Path,
         to_post: FinalNorm | None,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._reader, self._target, self._to_post = reader, target, to_post
-        self._shard_bytes = shard_bytes
+        self._shard_bytes, self._folder = shard_bytes, folder
         info = reader.index.info
         self._model = info.model or ModelInfo()
         self._names = set(info.schema.by_name)
@@ -57,6 +58,10 @@ class Layout(ABC):
 
     def check(self) -> None:
         """Refuse, before anything is written, what the format cannot say."""
+        given = {"--shard-bytes": self._shard_bytes, "--model": self._folder}
+        unused = [name for name, value in given.items() if value is not None and name not in self.uses]
+        if unused:
+            raise SampleError(f"{unused[0]} means nothing to this format: leave it out")
         info, found = self._reader.index.info, self._model.last_hidden_norm or "unknown"
         if self._to_post is not None and found != "pre":
             raise SampleError(f"--to-post-norm needs states before the norm, these are: {found}")

@@ -13,12 +13,12 @@ from typing import Any
 
 from hsstream.errors import SampleError
 from hsstream.export.formats import FORMATS
-from hsstream.export.layout import SHARD_BYTES
 from hsstream.norm import FinalNorm
 from hsstream.ordered import ordered
 from hsstream.reader import ShardReader
 from hsstream.storage import local_path
 
+NO_EAGLE3 = "NeMo's caches for EAGLE-3 hold probabilities over a draft vocabulary, there is no export to them"
 #: progress(stored bytes done, in all).
 Progress = Callable[[int, int], None]
 
@@ -44,7 +44,8 @@ def export(
     to: str,
     *,
     to_post_norm: str | Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
+    model: str | Path | None = None,
     workers: int = 2,
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
@@ -55,7 +56,8 @@ def export(
     Args:
         to: one of FORMATS.
         to_post_norm: folder of the model whose final norm is applied to states captured before it.
-        shard_bytes: limit of a file that holds many samples (deepspec); one sample may exceed it.
+        shard_bytes: limit of a shard (deepspec), 64 GiB unless given; one sample may exceed it.
+        model: folder of the model, whose embeddings and head go into the files (nemo-dspark).
         overwrite: remove an earlier export from `target` first; without it one of other samples is refused.
 
     Raises:
@@ -63,11 +65,12 @@ def export(
         StorageError: `target` cannot be written; StorageFullError where there is no space left.
     """
     if to not in FORMATS:
-        raise SampleError(f"unknown format {to!r}: choose one of {', '.join(FORMATS)}")
+        why = f"; {NO_EAGLE3}" if to.startswith("nemo") else ""
+        raise SampleError(f"unknown format {to!r}: choose one of {', '.join(FORMATS)}{why}")
     folder = local_path(target)
     reader = ShardReader(root, storage_options)
     norm = None if to_post_norm is None else FinalNorm(to_post_norm)
-    layout = FORMATS[to](reader, folder, norm, shard_bytes)
+    layout = FORMATS[to](reader, folder, norm, shard_bytes, None if model is None else local_path(model))
     layout.check()
     layout.begin(overwrite)
     sizes = reader.index.table.sizes.sum(axis=1)

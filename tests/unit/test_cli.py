@@ -368,7 +368,7 @@ def test_simulate_leaves_out_what_a_cut_leaves_without_supervised_tokens(call: C
     ("words", "message"),
     [
         ([], "required: COMMAND"),
-        (["dance"], "invalid choice: 'dance'"),
+        (["dance"], "unknown format 'dance'"),
         (["info"], "required: ROOT"),
         (["info", "x", "y"], "1 argument too many"),
         (["verify", "x", "--workers", "0"], "expected an integer of 1 or more"),
@@ -400,7 +400,7 @@ def test_wrong_calls_are_one_line(call: Call, words: list[str], message: str) ->
         ("recode", ["--codec", "fp8,last=raw"], "expected a codec, or aux=CODEC"),
         ("recode", ["--codec", "aux="], "expected a codec, or aux=CODEC"),
         ("recode", ["--codec", "foo=raw"], "no such tensors: foo"),
-        ("export", ["--to", "dance"], "invalid choice: 'dance'"),
+        ("export", ["--to", "dance"], "unknown format 'dance'"),
     ],
 )
 def test_wrong_values_are_refused_before_any_work(

@@ -284,6 +284,75 @@ def test_a_cache_that_is_written_again_has_no_manifest_until_it_is_whole(
     assert len(list((tmp_path / "back").glob("shard-*.bin"))) == 1
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_nemo_cache_comes_back(tied: bool, tmp_path: Path) -> None:
+    root, expected = packed(tmp_path, "nemo-dspark")
+    weights = {"model.embed_tokens.weight": made_by.draw(1000, 16)}
+    if not tied:
+        weights["lm_head.weight"] = made_by.draw(1000, 16, seed=1)
+    model = tmp_path / "model"
+    model.mkdir()
+    made_by.save_file(weights, str(model / "model.safetensors"))
+    (model / "config.json").write_text(json.dumps({"tie_word_embeddings": tied, "num_hidden_layers": 8}))
+    with pytest.raises(SampleError, match="give --model FOLDER"):
+        export(root, tmp_path / "back", "nemo-dspark")
+    export(root, tmp_path / "back", "nemo-dspark", model=model)
+    shard = made_by.load_file(tmp_path / "back" / "shard-000000.safetensors")
+    for row, wanted in enumerate(expected.values()):
+        tokens = len(wanted["input_ids"])
+        assert bits(shard["target_hidden_states"][row, :tokens]) == bits(
+            made_by.flat(wanted["aux_hidden_states"])
+        )
+        assert bits(shard["target_last_hidden_states"][row, :tokens]) == bits(wanted["last_hidden_state"])
+        assert shard["attention_mask"][row].tolist() == [1] * tokens + [0] * (40 - tokens)
+        assert not any(value[row, tokens:].any() for value in shard.values())
+    manifest = json.loads((tmp_path / "back" / "manifest.json").read_text())
+    assert manifest == {
+        "format_version": 1, "target_model": "some/model", "target_vocab_size": 1000, "hidden_size": 16,
+        "num_hidden_layers": 8, "seq_length": 40, "dtype": "bf16", "num_samples": 4, "shard_size": 256,
+        "target_hidden_dim": 48, "target_last_hidden_dim": 16, "target_layer_ids": [1, 2, 3],
+    }  # fmt: skip
+    held = made_by.load_file(tmp_path / "back" / "target_weights.safetensors")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    assert bits(held["embed_tokens.weight"]) == bits(weights["model.embed_tokens.weight"].float())
+    assert bits(held["lm_head.weight"]) == bits(head.float())
+    assert pack(Job(str(tmp_path / "back"), str(tmp_path / "again"), codec="planes")).ok
+    for one, other in zip(hs.ShardReader(root), hs.ShardReader(tmp_path / "again"), strict=True):
+        assert equal(other.tensors, one.tensors)
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "text"),
+    [(8, {"num_hidden_layers": 8}, "not those of states 16 wide"), (16, {}, "--set num_layers=N")],
+)
+def test_another_model_does_not_come_into_a_nemo_cache(
+    width: int, depth: dict[str, int], text: str, tmp_path: Path
+) -> None:
+    root, _ = packed(tmp_path, "nemo-dspark")
+    model = tmp_path / "model"
+    model.mkdir()
+    weights = {name: torch.ones(9, width) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    made_by.save_file(weights, str(model / "model.safetensors"))
+    (model / "config.json").write_text(json.dumps(depth))
+    with pytest.raises(SampleError, match=text):
+        export(root, tmp_path / "back", "nemo-dspark", model=model)
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_nemo_cache_has_256_samples_a_shard(tmp_path: Path) -> None:
+    known = {"name": "m", "aux_layer_ids": (2, 5, 9), "layer_id_convention": "layer_output_0based"}
+    made = {f"s{number:03d}": sample(2 + number % 2, seed=number) for number in range(258)}
+    write_root(tmp_path / "a", made=made, model=hs.ModelInfo(last_hidden_norm="post", num_layers=12, **known),
+               codec="planes")  # fmt: skip
+    model = _model(tmp_path / "model")
+    weights = {name: torch.ones(1000, 16) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    made_by.save_file(weights, str(model / "model.safetensors"))
+    export(tmp_path / "a", tmp_path / "x", "nemo-dspark", model=model)
+    assert pack(Job(str(tmp_path / "x"), str(tmp_path / "again"), codec="planes")).samples == 258
+    for one, other in zip(hs.ShardReader(tmp_path / "a"), hs.ShardReader(tmp_path / "again"), strict=True):
+        assert equal(other.tensors, one.tensors)
+
+
 # --- the norm and other refusals
 
 
@@ -331,6 +400,7 @@ def _change(made: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tenso
         ("modelopt", "post", "extra", "no place for router"),
         ("modelopt", "post", "last_hidden_state", "Model-Optimizer needs last_hidden_state"),
         ("nothing", "pre", "none", "unknown format 'nothing'"),
+        ("nemo", "pre", "none", "unknown format 'nemo': choose .*caches for EAGLE-3 hold probabilities"),
     ],
 )
 def test_what_a_format_cannot_say_is_refused_before_anything_is_written(
@@ -358,6 +428,13 @@ def test_shifted_ids_are_not_passed_off_as_others(to: str, norm: str, tmp_path: 
     with pytest.raises(SampleError, match="are shifted by one"):
         export(tmp_path / "a", tmp_path / "x", to)
     assert export(tmp_path / "a", tmp_path / "x", "safetensors").samples == 3
+
+
+@pytest.mark.parametrize("option", [{"shard_bytes": 1}, {"model": "somewhere"}])
+def test_an_option_that_means_nothing_to_a_format_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
+    write_root(tmp_path / "a", model=hs.ModelInfo(last_hidden_norm="post"))
+    with pytest.raises(SampleError, match="means nothing to this format"):
+        export(tmp_path / "a", tmp_path / "x", "specforge", **option)
 
 
 def test_a_norm_is_applied_once(tmp_path: Path) -> None:
@@ -388,6 +465,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "wrote 2 samples, 11 tokens" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "y"), "--to", "speculators"]) == 2
     assert "a norm cannot be undone" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "y"), "--to", "nemo"]) == 2
+    assert "choose one of specforge, " in capsys.readouterr().err
 
 
 # --- a place that is taken, or full
