@@ -165,7 +165,7 @@ class _CopyFloats(_CopyRows):
         self._like = np.empty(0, words)
         self._flat = backend.flat_view(out).view(words)
         self._steps = out.stride()[:2]
-        jit = backend.kernels() if out.dtype in backend.FLOATS else None
+        jit = backend.copiers()
         self._copy = jit.copier(words) if jit else None
 
     def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:

@@ -247,7 +247,7 @@ def _decode(like: Any, parts: Any, shape: Any, flat: Any, place: Any, limits: An
 
 
 @njit
-def _goes_past_caches(flat: Any, place: Any) -> Any:
+def goes_past_caches(flat: Any, place: Any) -> Any:
     """Whether vectors are whole cache lines of a target that no cache holds."""
     offset, row_step, vector_step, width = place
     steps = (offset | row_step | vector_step | width) * flat.itemsize
@@ -276,7 +276,7 @@ def _decode_plain(
     offset, row_step, vector_step, width = place
     packed, bad, infinite = limits
     size = (width + 1) // 2 if packed else width
-    past_caches = _goes_past_caches(flat, place)
+    past_caches = goes_past_caches(flat, place)
     # Whole lines may come in any sequence: one member after another, whose block stays in the cache between
     # hash and decode. Otherwise members that lie side by side are written together.
     together = 1 if past_caches else len(members)
@@ -306,46 +306,6 @@ def _decode_plain(
                         if len(scales):
                             scales[first_row + row, part * vectors + vector] = scale
                         first += vector_step
-    fence()
-    return OK
-
-
-def _absolute(word: Any) -> Any:
-    """The bits of a float without its sign."""
-    raise NotImplementedError
-
-
-@overload(_absolute, strict=False)
-def _absolute_of(word: Any) -> Any:
-    if word == types.uint16:
-        return lambda word: U16(word & U16(0x7FFF))
-    return lambda word: U32(word & U32(SIZE))
-
-
-def _copy(like: Any, values: int, shape: Any, flat: Any, place: Any, infinite: int) -> int:
-    """Copy floats [R, V, width] at the address `values`, as bits, to a place as that of `_decode`; BAD_CODE
-    where one of them is `infinite` or more without its sign.
-
-    like: an array of their dtype; shape: R, V.
-    """
-    offset, row_step, vector_step, width = place
-    rows, vectors = shape
-    past_caches = _goes_past_caches(flat, place)
-    kept = np.empty(width, flat.dtype)
-    for row in range(rows):
-        for vector in range(vectors):
-            first = offset + row * row_step + vector * vector_step
-            start = (row * vectors + vector) * width * flat.itemsize
-            source = values_at(like, values + start, width)
-            target = piece(kept, 0, width) if past_caches else piece(flat, first, width)
-            top = _absolute(source[0])
-            for i in range(width):
-                target[i] = source[i]
-                top = max(top, _absolute(source[i]))
-            if top >= infinite:
-                return BAD_CODE
-            if past_caches:
-                stream(target, flat, first)
     fence()
     return OK
 
@@ -401,13 +361,6 @@ def plain_decoder(codes: type, rows: type) -> Callable[..., int]:
     members = (readable(codes, 1), readable(np.int64, 1), readable(np.uint64, 2), types.intp, integers(3))
     targets = (writable(np.float32, 2), writable(rows, 1), integers(4))
     return compiled(_decode_plain, types.intp(*members, *targets, integers(3)))
-
-
-@once
-def copier(words: type) -> Callable[..., int]:
-    """`_copy` of floats as unsigned integers of this NumPy dtype."""
-    source = (readable(words, 1), types.intp, integers(2))
-    return compiled(_copy, types.intp(*source, writable(words, 1), integers(4), types.intp))
 
 
 @once
