@@ -79,6 +79,11 @@ def encoders() -> Any:
     return kernels() and importlib.import_module("hsstream.codecs.encoders")
 
 
+def copiers() -> Any:
+    """The module of kernels that copy exact floats, or None, as `kernels`."""
+    return kernels() and importlib.import_module("hsstream.codecs.copiers")
+
+
 def rows_at_once(rows: torch.Tensor) -> int:
     """Rows of [R, V, H] that a torch form takes in one step, at least 1."""
     step = CPU_STEP if rows.device.type == "cpu" else DEVICE_STEP

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hsstream.codecs import backend
 from hsstream.codecs.base import Codec, Codes, Part, RowWriter, check_parts
 from hsstream.errors import CorruptDataError, SampleError
 
@@ -28,6 +29,13 @@ _FLOAT8 = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     if hasattr(torch, name)
 )
+#: Bits of infinity: floats are finite whose bits without the sign are less.
+_INFINITE: dict[torch.dtype, int] = {
+    torch.float64: 0x7FF0000000000000,
+    torch.float32: 0x7F800000,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+}
 #: Every dtype `raw` stores.
 EXACT_DTYPES: tuple[torch.dtype, ...] = (torch.bool, *_INTEGERS, *_FLOATS, *_FLOAT8)
 
@@ -61,7 +69,7 @@ class Raw(Codec):
     def value_writer(self, out: torch.Tensor, source: torch.dtype) -> RowWriter:
         _check_delivery(source, out.dtype)
         if out.dtype == source:
-            return _CopyRows(out)
+            return _CopyFloats(out) if out.dtype in backend.FLOATS else _CopyRows(out)
         if source in _INTEGERS:
             return _WidenRows(out, source)
         return _ConvertRows(out, source)
@@ -141,10 +149,41 @@ class _CopyRows(_ExactRows):
         self._bytes = dense.view(torch.uint8).numpy()
 
     def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:
+        _check_finite(codes, self._source)
         if self._source == torch.bool and codes.size and codes.max() > 1:
             raise CorruptDataError("a bool is stored as 0 or 1, found another byte", reason="bad_code")
         target = self._bytes[rows, vectors]
         target[...] = codes.reshape(target.shape)
+
+
+class _CopyFloats(_CopyRows):
+    """Copies floats and looks at them on the way, which costs nothing beside the memory."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        super().__init__(out)
+        words = np.uint16 if out.itemsize == 2 else np.uint32
+        self._like = np.empty(0, words)
+        self._flat = backend.flat_view(out).view(words)
+        self._steps = out.stride()[:2]
+        jit = backend.copiers()
+        self._copy = jit.copier(words) if jit else None
+
+    def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:
+        if self._copy is None:
+            super()._write(rows, vectors, codes)
+            return
+        row_step, vector_step = self._steps
+        place = (
+            rows.start * row_step + vectors.start * vector_step,
+            row_step,
+            vector_step,
+            self._out.shape[2],
+        )
+        shape = (len(codes), vectors.stop - vectors.start)
+        plain = np.ascontiguousarray(codes)
+        infinite = _INFINITE[self._source]
+        if self._copy(self._like, plain.ctypes.data, shape, self._flat, place, infinite) != backend.OK:
+            raise _not_finite()
 
 
 class _WidenRows(_ExactRows):
@@ -164,6 +203,7 @@ class _ConvertRows(_ExactRows):
     """Floats into a target of another float dtype."""
 
     def _write(self, rows: slice, vectors: slice, codes: NDArray[np.uint8]) -> None:
+        _check_finite(codes, self._source)
         target = self._out[rows, vectors]
         values = _as_tensor(codes, self._source).reshape(target.shape)
         target.copy_(values)
@@ -171,6 +211,22 @@ class _ConvertRows(_ExactRows):
             raise SampleError(
                 f"a value of {self._source} overflows {target.dtype}: ask for {self._source} or float32"
             )
+
+
+def _check_finite(codes: NDArray[np.uint8], dtype: torch.dtype) -> None:
+    """By two maxima over the bits: what is not finite is the largest of either sign."""
+    if dtype not in _INFINITE:
+        return
+    flat, size = np.ascontiguousarray(codes).reshape(-1), dtype.itemsize
+    positive, negative = _INFINITE[dtype], _INFINITE[dtype] + (1 << (8 * size - 1))
+    if (flat.view(f"<i{size}").max(initial=0) >= positive) or (
+        flat.view(f"<u{size}").max(initial=0) >= negative
+    ):
+        raise _not_finite()
+
+
+def _not_finite() -> CorruptDataError:
+    return CorruptDataError("NaN or Inf among the values", reason="bad_code")
 
 
 def _as_tensor(codes: NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:

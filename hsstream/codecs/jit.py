@@ -2,7 +2,7 @@
 
 In: scalars and rows inside numba code (`load`, `store`, `rounded`), or a function and the types of its
 arguments (`compiled`). Out: their numba forms. Refused: nothing; a cache directory that cannot be written
-is done without. The door to numba: only `kernels` and `encoders` import this module.
+is done without. The door to numba: only `kernels`, `copiers` and `encoders` import this module.
 
 numba's cache notices a change of the file a kernel is in, and of no other. So kernels are cached under names
 that carry a digest of all sources they are made of: another release at the same place has kernels of its own.

@@ -247,7 +247,7 @@ def _decode(like: Any, parts: Any, shape: Any, flat: Any, place: Any, limits: An
 
 
 @njit
-def _goes_past_caches(flat: Any, place: Any) -> Any:
+def goes_past_caches(flat: Any, place: Any) -> Any:
     """Whether vectors are whole cache lines of a target that no cache holds."""
     offset, row_step, vector_step, width = place
     steps = (offset | row_step | vector_step | width) * flat.itemsize
@@ -276,7 +276,7 @@ def _decode_plain(
     offset, row_step, vector_step, width = place
     packed, bad, infinite = limits
     size = (width + 1) // 2 if packed else width
-    past_caches = _goes_past_caches(flat, place)
+    past_caches = goes_past_caches(flat, place)
     # Whole lines may come in any sequence: one member after another, whose block stays in the cache between
     # hash and decode. Otherwise members that lie side by side are written together.
     together = 1 if past_caches else len(members)

@@ -15,7 +15,6 @@ import torch
 
 from hsstream.blocks import digest
 from hsstream.decoding import Payload, deliver, read_rows, read_tensor
-from hsstream.encoding import is_finite
 from hsstream.errors import CorruptDataError, FormatError, SchemaMismatchError
 from hsstream.header import MAX_HEADER_BYTES, Header, TensorHeader
 from hsstream.index import check_sample as check_against_index
@@ -211,8 +210,6 @@ class _Decoder:
         first, last = self._tensor.block_rows(block)
         read_rows(self._tensor, [member], [payload], range(first, last), self._write)
         values = self._out[: last - first]
-        if values.dtype.is_floating_point and not is_finite(values):
-            raise CorruptDataError("NaN or Inf among the values", "bad_code")
         if self._info is not None:
             _check_ids(self._info, self._tensor.spec.name, values)
         if self._supervised is not None:

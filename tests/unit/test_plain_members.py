@@ -120,7 +120,7 @@ def test_what_is_written_past_the_caches_is_the_same(
     made, out = Made(spec, width=width), large_target(width, shift, dtype)
     expected = out.clone()
     place = (out.stride(0), out.stride(0), out.stride(1), width)
-    assert kernels._goes_past_caches(backend.flat_view(out), place) == past
+    assert kernels.goes_past_caches(backend.flat_view(out), place) == past
 
     def writer(target: torch.Tensor) -> RowWriter:
         if dtype == torch.uint8:
@@ -136,7 +136,7 @@ def test_what_is_written_past_the_caches_is_the_same(
 def test_what_fits_in_a_cache_is_not_written_past_it() -> None:
     out = large_target(64, 0, torch.bfloat16)[:-1]
     place = (0, out.stride(0), out.stride(1), 64)
-    assert not kernels._goes_past_caches(backend.flat_view(out), place)
+    assert not kernels.goes_past_caches(backend.flat_view(out), place)
 
 
 @pytest.mark.parametrize("member", range(MEMBERS))
