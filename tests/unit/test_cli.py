@@ -368,7 +368,7 @@ def test_simulate_leaves_out_what_a_cut_leaves_without_supervised_tokens(call: C
     ("words", "message"),
     [
         ([], "required: COMMAND"),
-        (["dance"], "unknown format 'dance'"),
+        (["dance"], "invalid choice: 'dance'"),
         (["info"], "required: ROOT"),
         (["info", "x", "y"], "1 argument too many"),
         (["verify", "x", "--workers", "0"], "expected an integer of 1 or more"),
