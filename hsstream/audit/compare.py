@@ -35,9 +35,9 @@ SIZE, SIZE_SLACK = 0.05, 0.2
 WINDOW, MIN_WINDOW = 32, 8
 #: Rows of their own are beyond what is explained from so many times codec and noise on, and this much more:
 #: a single one, and more than MIN_ROWS and MAX_SHARE of all. In clean captures one row in some hundreds is
-#: off by up to 0.2 by rounding alone, which a rounded run does not always show.
+#: off by up to 0.4 by rounding alone, which a rounded run does not always show.
 ROW_CODEC, ROW_NOISE = 1.3, 8.0
-ROW_FLOOR, ROWS_FLOOR = 0.4, 0.1
+ROW_FLOOR, ROWS_FLOOR = 0.6, 0.1
 MIN_ROWS, MAX_SHARE = 3, 0.03
 #: Relative error between two runs in float32.
 FLOAT32 = 1e-4

@@ -58,7 +58,7 @@ class Tokens:
         """Whether these tokens, which stand before a turn, announce the one who asks."""
         if self._tokenizer is None:
             return False
-        text = self._tokenizer.decode(list(ids)).lower()
+        text = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False).lower()
         asked = max(text.rfind(word) for word in ASKING)
         return bool(asked > text.rfind("assistant"))
 

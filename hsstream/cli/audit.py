@@ -77,7 +77,7 @@ def _screen(report: Report) -> list[str]:
     if figures["tokens"]:
         lines.append(fact("predicts", _predicts(figures)))
     if report.own is not None:
-        lines.append(fact("the model's own", f"{_predicts(report.own)}, on what was compared"))
+        lines.append(fact("model", f"{_predicts(report.own)}, by its own states of what was compared"))
     if report.norm:
         lines.append(fact("norm", f"{report.norm['found']} (the data set says {report.norm['declared']})"))
     for name, rows in (("position", report.by_position), ("source", report.by_source)):

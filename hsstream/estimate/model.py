@@ -57,6 +57,7 @@ def load_model(path: str, dtype: torch.dtype, device: str) -> Any:
         model, facts = library.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True
         )
+        model = model.to(device).eval()
     except FAILURES as error:
         raise SampleError(f"{path}: transformers cannot load this model: {first_line(error)}") from error
     finally:
@@ -64,7 +65,7 @@ def load_model(path: str, dtype: torch.dtype, device: str) -> Any:
             logging.enable_progress_bar()
     if missing := sorted(facts["missing_keys"]):
         raise SampleError(f"{path}: {len(missing)} weights are missing, {missing[0]} among them")
-    return model.to(device).eval()
+    return model
 
 
 def load_tokenizer(path: str) -> Any:
@@ -139,4 +140,5 @@ def _layers(count: int, given: Sequence[int] | None) -> Sequence[int]:
 
 
 def first_line(error: BaseException) -> str:
+    """What a failure says, short."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
