@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,13 @@ def test_fp8_files_are_carried_over_code_for_code(tmp_path: Path) -> None:
     pack(job(tmp_path, codec="fp8", options=Options(arrow=tmp_path / "src" / "arrow")))
     reader = hs.ShardReader(tmp_path / "out")
     assert agrees(held(tmp_path / "out"), expected)
+    read = partial(open_store(tmp_path / "out").read, reader.index.shards[0].name)
     for number, key in enumerate(reader.keys()):
         found = made_by.load_file(tmp_path / "src" / "hidden_states" / f"{key}.safetensors")
         codes, scales = found["hidden_states"], found["hidden_states_scales"].bfloat16().float()
-        header = reader._header(reader.index.shards[0].name, number)
+        header = reader._header(read, number)
         tensor = header.tensors["aux_hidden_states"]
-        plain = plain_from_stored(tensor, reader._payloads(reader.index.shards[0].name, number, tensor))
+        plain = plain_from_stored(tensor, reader._payloads(read, number, tensor))
         for layer, blocks in enumerate(plain.blocks):
             rows = [min(tensor.rows_per_block, len(codes)) for _ in blocks]
             assert rows == [len(codes)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hsstream.recode import Recode, recode
 from hsstream.schema import schema_of
 from hsstream.selection import select_samples
 from hsstream.sources.base import Options
+from hsstream.storage.local import LocalStore
 
 CODECS = ["fp8", "planes", "raw", "bounded:0.02", "bounded:0.25"]
 
@@ -224,10 +226,11 @@ def test_damage_is_found_and_not_copied(tmp_path: Path) -> None:
 def test_blocks_are_taken_over_only_where_they_are_what_is_wanted(tmp_path: Path) -> None:
     write_root(tmp_path / "a", (20,), codec="fp8")
     reader = hs.ShardReader(tmp_path / "a")
-    header = reader._header("hs-000000.tar", 0)
+    read = partial(LocalStore(tmp_path / "a").read, "hs-000000.tar")
+    header = reader._header(read, 0)
     ready: dict[str, PlainTensor] = {}
     for name, tensor in header.tensors.items():
-        ready[name] = plain_from_stored(tensor, reader._payloads("hs-000000.tar", 0, tensor))
+        ready[name] = plain_from_stored(tensor, reader._payloads(read, 0, tensor))
     made = tensors(20)
     junk = made | {
         name: torch.full_like(made[name], 3.0) for name in ("aux_hidden_states", "last_hidden_state")
