@@ -67,9 +67,9 @@ def write_root(
     return root
 
 
-def age(root: Path, seconds: float = 60.0) -> None:
-    """As if the shards had been written so long ago: then they are mapped, as in use."""
-    for path in root.glob("*.tar"):
+def age(root: Path | str, seconds: float = 60.0) -> None:
+    """As if the shards of a local root had been written so long ago: then they are mapped, as in use."""
+    for path in Path(root).glob("*.tar"):
         changed = path.stat().st_mtime - seconds
         os.utime(path, (changed, changed))
 
