@@ -335,8 +335,7 @@ def test_a_batch_outlives_the_worker_that_made_it(wide: Path) -> None:
     worker.kill()
     worker.join()
     assert all(torch.equal(one, other) for one, other in zip(values(batch), expected, strict=True))
-    with pytest.raises((RuntimeError, hs.StorageError), match=r"(?i)worker"):
-        list(taken)
+    # What `next(taken)` does now is torch's: mostly an error, at times it waits for ever.
     del taken, batches, batch
     assert mappings() == before
 
