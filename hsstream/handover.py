@@ -37,7 +37,7 @@ from hsstream.memory import Slab, SlabPool
 #: In front of the bytes of a slab: a byte for each of its handles, set until that is released.
 FRONT = mmap.PAGESIZE
 #: Smaller tensors go with the message. Messages must be short: one that does not fit into the pipe of a queue
-#: (64 KB) lies there in part, and if its worker is killed then, the other process waits for the rest for ever.
+#: (64 KB) lies there in part, and if its worker is killed then, its reader waits for the rest for ever.
 SMALL = 1 << 10
 #: Idle slabs for copies are kept up to here.
 COPIES_BYTES = 256 << 20
